@@ -1,0 +1,321 @@
+"""The agent: one process per job and node, in which torch elastic runs the job's rendezvous,
+restarts and verdict. Everything of torch elastic that is touched is touched here.
+
+It starts no process itself: its keeper does, by messages over a channel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import uuid
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.agent.server import local_elastic_agent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.api import (
+    LogsDest,
+    LogsSpecs,
+    PContext,
+    RunProcsResult,
+)
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from hydra_torchrun_launcher.job_files import ERROR, STDERR, STDOUT, RankFolders
+from hydra_torchrun_launcher.wire import Channel, Closed
+
+_BACKEND = "hydra_torchrun_one_node"
+_KEEPER_ANSWERS_S = 30
+"""Bound on the keeper's answers beyond the time that ranks have to leave."""
+_OUT, _ERR = 1, 2
+
+
+def run(plan: dict[str, Any], channel: Channel) -> None:
+    """Run one job to its verdict, tell the keeper, and leave."""
+    os.environ.clear()
+    os.environ.update(plan["environ"])
+    if "LOGLEVEL" not in os.environ:
+        # Elastic announces on the console what the launching process reports better.
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        verdict = _launch(plan["agent"], _Keeper(channel))
+    except BaseException as error:  # noqa: BLE001 - said to the user by the launching process
+        verdict = {"state": "broken", "message": f"{type(error).__name__}: {error}"}
+    channel.send({"op": "verdict", **verdict})
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _launch(settings: dict[str, Any], keeper: _Keeper) -> dict[str, Any]:
+    keeper.grace_s = settings["shutdown_timeout_s"]
+    keeper.wait_s = settings["monitor_interval_s"]
+    unknown = sorted(set(settings["extra"]) - {f.name for f in dataclasses.fields(LaunchConfig)})
+    if unknown:
+        known = ", ".join(sorted(f.name for f in dataclasses.fields(LaunchConfig)))
+        message = f"hydra.launcher.extra: {', '.join(unknown)}: the installed torch's LaunchConfig "
+        return {"state": "refused", "message": f"{message}has no such field; it has {known}"}
+    rendezvous_handler_registry.register(_BACKEND, _OneNode)
+    # The one seam: LocalElasticAgent starts ranks by this module-level name, whatever LaunchConfig
+    # says. The base class of what it makes is public (PContext). test_agent.py fails if it moves.
+    local_elastic_agent.start_processes = keeper.start_processes  # type: ignore[assignment]
+    try:
+        elastic_launch(_launch_config(settings), _task)()
+    except ChildFailedError:
+        return {"state": "failed"}
+    except SignalException as stopped:
+        return {"state": "stopped", "signal": int(stopped.sigval)}
+    return {"state": "succeeded" if keeper.finished else "failed"}
+
+
+def _task() -> None:
+    """Stand for the task function, which elastic only names in its events."""
+
+
+def _launch_config(settings: dict[str, Any]) -> LaunchConfig:
+    """Build this torch's LaunchConfig from what it has fields for.
+
+    Fields come and go with torch's releases: one that this torch lacks is left out, one that we
+    do not know keeps torch's default.
+    """
+    wanted = {
+        "min_nodes": 1,
+        "max_nodes": 1,
+        "nproc_per_node": settings["nproc_per_node"],
+        "logs_specs": _RankLogs(settings),
+        "run_id": uuid.uuid4().hex,
+        "role": settings["role"],
+        "rdzv_backend": _BACKEND,
+        "rdzv_configs": {},
+        "max_restarts": settings["max_restarts"],
+        # Elastic sleeps this long before each look at the ranks; the wait is in the look itself.
+        "monitor_interval": 1e-6,
+        "signals_to_handle": ",".join(settings["signals"]),
+        "shutdown_timeout": settings["shutdown_timeout_s"],
+        **settings["extra"],
+    }
+    fields = {field.name for field in dataclasses.fields(LaunchConfig)}
+    return LaunchConfig(**{name: value for name, value in wanted.items() if name in fields})
+
+
+class _OneNode(RendezvousHandler):
+    """Rendezvous of one node with itself: a new store for every attempt, on loopback only.
+
+    A store must not outlive an attempt: ranks put no attempt into their keys, so that gloo would
+    read a dead rank's address. And c10d's rendezvous sleeps up to 0.3 s before its first round.
+    """
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self._run_id = parameters.run_id
+        self._store: TCPStore | None = None
+
+    def get_backend(self) -> str:
+        return _BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._store = None
+        # TCPStore by itself listens on every interface; a socket handed to it keeps it local, and
+        # binding port 0 leaves no moment in which another process can take the port.
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        port = listener.getsockname()[1]
+        self._store = TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=300),
+            master_listen_fd=listener.detach(),
+        )
+        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo("127.0.0.1", port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        self._store = None
+        return True
+
+
+class _RankLogs(LogsSpecs):
+    """Where ranks' output goes: as torchrun's settings say, except that a rank kept from the
+    console writes to its file and not to nowhere. Nothing that exists is overwritten.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._folders = RankFolders(**settings["folders"])
+        self._settings = settings
+        super().__init__(log_dir=self._folders.root)
+
+    @property
+    def root_log_dir(self) -> str:
+        return self._folders.root
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        destination = LogsDest()
+        for local_rank, env in envs.items():
+            folder = self._folders.rank(int(env["TORCHELASTIC_RESTART_COUNT"]), local_rank)
+            folder.mkdir(parents=True, exist_ok=True)
+            env["TORCHELASTIC_ERROR_FILE"] = destination.error_files[local_rank] = str(folder / ERROR)
+            for stream, name, to_file, to_both in (
+                (_OUT, STDOUT, destination.stdouts, destination.tee_stdouts),
+                (_ERR, STDERR, destination.stderrs, destination.tee_stderrs),
+            ):
+                teed = self._wants("tee", local_rank, stream) and self._on_console(local_rank)
+                filed = self._wants("redirects", local_rank, stream) or self._wants(
+                    "tee", local_rank, stream
+                )
+                filed = filed or not self._on_console(local_rank)
+                to_file[local_rank] = str(folder / name) if filed else ""
+                if teed:
+                    to_both[local_rank] = to_file[local_rank]
+        attempt = self._folders.rank(int(envs[0]["TORCHELASTIC_RESTART_COUNT"]), 0).parent
+        destination.filtered_stdout = str(attempt / "filtered_stdout.log")
+        destination.filtered_stderr = str(attempt / "filtered_stderr.log")
+        return destination
+
+    def _wants(self, setting: str, local_rank: int, stream: int) -> bool:
+        by_rank = self._settings[setting]
+        return bool(int(by_rank.get(str(local_rank), by_rank.get("-1", 0))) & stream)
+
+    def _on_console(self, local_rank: int) -> bool:
+        console = self._settings["console_ranks"]
+        return console is None or local_rank in console
+
+
+class _Keeper:
+    """The agent's side of its keeper: requests, and what has been heard of the ranks."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._attempts = 0
+        self.grace_s = 0.0
+        self.wait_s = 0.1
+        self.failures: dict[int, int] = {}
+        self.finished = False
+
+    def start_processes(self, **arguments: Any) -> _Ranks:
+        """Take the place of elastic's function of this name, whose arguments change with torch."""
+        known = PContext.__init__.__code__.co_varnames
+        ranks = _Ranks(self, **{name: value for name, value in arguments.items() if name in known})
+        ranks.start()
+        return ranks
+
+    def begin_attempt(self) -> None:
+        self.failures, self.finished = {}, False
+        self._channel.send({"op": "attempt", "number": self._attempts})
+        self._attempts += 1
+
+    def spawn(self, order: dict[str, Any]) -> int:
+        self._channel.send({"op": "spawn", **order})
+        return int(self._wait_for("pid", _KEEPER_ANSWERS_S)["pid"])
+
+    def running(self) -> None:
+        self._channel.send({"op": "running"})
+
+    def stop(self, signum: int) -> None:
+        """Return when no rank and nothing that ranks started is left."""
+        self._channel.send({"op": "stop", "signal": signum})
+        self._wait_for("stopped", self.grace_s + _KEEPER_ANSWERS_S)
+
+    def listen(self, timeout_s: float) -> None:
+        """Take in what the keeper says of the ranks, for at most `timeout_s` seconds."""
+        self._hear(time.monotonic() + timeout_s)
+
+    def _wait_for(self, operation: str, timeout_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        while (message := self._hear(deadline)) is not None:
+            if message["op"] == operation:
+                return message
+        problem = f"the keeper did not answer {operation!r} within {timeout_s:g} s"
+        raise TimeoutError(problem)
+
+    def _hear(self, deadline: float) -> dict[str, Any] | None:
+        if not self._channel.readable(max(0.0, deadline - time.monotonic())):
+            return None
+        try:
+            message, _ = self._channel.receive()
+        except Closed:
+            os._exit(1)  # without its keeper an agent can start and end nothing
+        if message["op"] == "failed":
+            self.failures[message["local_rank"]] = message["exit"]
+        self.finished = self.finished or message["op"] == "finished"
+        return message
+
+
+class _Ranks(PContext):
+    """One attempt's ranks, as elastic sees them.
+
+    Elastic's own context waits for ever for a function that leaves without a return value.
+    """
+
+    def __init__(self, keeper: _Keeper, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._keeper = keeper
+        self._pids: dict[int, int] = {}
+
+    def _start(self) -> None:
+        self._keeper.begin_attempt()
+        for local_rank in range(self.nprocs):
+            self._pids[local_rank] = self._keeper.spawn(
+                {
+                    "local_rank": local_rank,
+                    "env": self.envs[local_rank],
+                    "stdout": self.stdouts[local_rank],
+                    "stderr": self.stderrs[local_rank],
+                }
+            )
+        self._keeper.running()
+
+    def _poll(self) -> RunProcsResult | None:
+        if not self._keeper.failures and not self._keeper.finished:
+            self._keeper.listen(self._keeper.wait_s)
+        if self._keeper.failures:
+            self.close()
+            return RunProcsResult(failures=dict(map(self._failure, self._keeper.failures.items())))
+        if self._keeper.finished:
+            self.close()
+            return RunProcsResult(return_values=dict.fromkeys(range(self.nprocs)))
+        return None
+
+    def _failure(self, failure: tuple[int, int]) -> tuple[int, ProcessFailure]:
+        local_rank, code = failure
+        # The error file is for people and for tools that read torchrun's; elastic needs none.
+        return local_rank, ProcessFailure(local_rank, self._pids[local_rank], code or 1, "")
+
+    def pids(self) -> dict[int, int]:
+        return self._pids
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        # Elastic passes its own 30 s here after a failure; the keeper knows shutdown_timeout.
+        del timeout
+        if not self._keeper.finished:
+            self._keeper.stop(int(death_sig))
+

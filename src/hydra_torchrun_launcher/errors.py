@@ -1,0 +1,114 @@
+"""Every exception we raise; each carries its facts and composes its own message (used in all)."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydra.errors import CompactHydraException
+
+
+class LauncherError(CompactHydraException):
+    """Base of our errors. Hydra prints such an error as a sentence, without a stack trace."""
+
+
+class SettingsError(LauncherError):
+    """Settings that cannot work; all problems in one message."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        """Keep the problems, a sentence each."""
+        self.problems = tuple(problems)
+        super().__init__("; ".join(problems) if len(problems) == 1 else _bullets(problems))
+
+    def __reduce__(self) -> tuple[type[SettingsError], tuple[tuple[str, ...]]]:
+        """Rebuild from the problems."""
+        return (type(self), (self.problems,))
+
+
+def _bullets(problems: Sequence[str]) -> str:
+    lines = "".join(f"\n  - {problem}" for problem in problems)
+    return f"{len(problems)} settings of hydra.launcher cannot work:{lines}"
+
+
+class StartError(LauncherError):
+    """A process of ours could not be started, or was lost before it could report."""
+
+
+class TransportError(LauncherError):
+    """Something cannot be sent to the ranks: what, why, and what to do."""
+
+
+class UnsendableValueError(LauncherError):
+    """The task function's return value cannot be pickled."""
+
+
+class JobStoppedError(LauncherError):
+    """A person or a scheduler stopped the job with a signal."""
+
+    def __init__(self, signum: int) -> None:
+        """Keep the signal's number."""
+        self.signum = signum
+        super().__init__(f"the job was stopped by {signal.Signals(signum).name}")
+
+    def __reduce__(self) -> tuple[type[JobStoppedError], tuple[int]]:
+        """Rebuild from the signal's number."""
+        return (type(self), (self.signum,))
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank ran: what a person needs to find its log.
+
+    Attributes:
+        global_rank: rank in the job's whole world.
+        local_rank: rank on its node.
+        node: the node's host name.
+        attempt: 0 for the first start, then the number of restarts before it.
+        log: the rank's standard error file, or its folder where it wrote to the console.
+    """
+
+    global_rank: int
+    local_rank: int
+    node: str
+    attempt: int
+    log: str
+
+    def __str__(self) -> str:
+        """Name the place in a line."""
+        return (
+            f"rank {self.global_rank} (local rank {self.local_rank} on {self.node}, "
+            f"attempt {self.attempt}; log: {self.log})"
+        )
+
+
+class RankFailedError(LauncherError):
+    """A rank left without an exception of its own that could be carried over."""
+
+    def __init__(self, place: RankPlace, what: str) -> None:
+        """Keep where it ran and what happened, a phrase such as 'was killed by SIGSEGV'."""
+        self.place = place
+        self.what = what
+        super().__init__(f"{place} {what}")
+
+    def __reduce__(self) -> tuple[type[RankFailedError], tuple[RankPlace, str]]:
+        """Rebuild from place and phrase."""
+        return (type(self), (self.place, self.what))
+
+
+def describe_exit(code: int) -> str:
+    """Say how a process left that recorded nothing.
+
+    Args:
+        code: exit status; negative: the number of the signal that killed it.
+    """
+    if code == 0:
+        return (
+            "left with status 0 without finishing the task function (os._exit(0), or a library "
+            "that ends the process): its result is unknown"
+        )
+    if code > 0:
+        return f"left with status {code}"
+    name = signal.Signals(-code).name
+    hint = " (often the kernel's answer to running out of memory)" if -code == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"

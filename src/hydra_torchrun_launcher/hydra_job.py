@@ -1,0 +1,132 @@
+"""One job as Hydra sees it: what Hydra's run_job does around the task, in two halves.
+
+Hydra's own run_job is called with a stand-in for the task that notes what a task would see. It does
+everything before the task itself (directory, files, HydraConfig, `on_job_start`) and returns; the
+ranks then do the work, and `finish` does what comes after it. Runs in the launching process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, JobRuntime, JobStatus, run_job
+from hydra.types import HydraContext, TaskFunction
+
+from hydra_torchrun_launcher import payload, rank_logging
+
+log = logging.getLogger(__name__)
+
+
+class _HeldBack:
+    """Hydra's callbacks with `on_job_end` held back, and the real task in `on_job_start`."""
+
+    def __init__(self, callbacks: Any, task_function: TaskFunction) -> None:
+        self._callbacks = callbacks
+        self._task_function = task_function
+
+    def on_job_start(self, config: Any, **_: Any) -> None:
+        self._callbacks.on_job_start(config=config, task_function=self._task_function)
+
+    def on_job_end(self, **_: Any) -> None:
+        pass
+
+
+class HydraJob:
+    """One job of a sweep."""
+
+    def __init__(self, context: HydraContext, task_function: TaskFunction, config: Any) -> None:
+        """Take a job's composed config; nothing happens yet."""
+        self.config = config
+        self.environ: dict[str, str] = {}
+        self._context = context
+        self._task_function = task_function
+        self._job_return: JobReturn
+        self._hydra_config: Any = None
+        self._working_dir = ""
+
+    @property
+    def output_dir(self) -> str:
+        """The job's output directory, known after `begin`."""
+        return str(self.config.hydra.runtime.output_dir)
+
+    @property
+    def working_dir(self) -> str:
+        """The directory in which the task function runs."""
+        return self._working_dir
+
+    def begin(self) -> payload.Work:
+        """Do all that Hydra does before a task function, and return the work for the ranks."""
+        payload.evaluate_cached_resolvers(self.config)
+        seen: list[Any] = []
+
+        def stand_in(config: Any) -> None:
+            self.environ = dict(os.environ)
+            self._working_dir = os.getcwd()
+            self._hydra_config = HydraConfig.instance().cfg
+            seen.append(config)
+
+        callbacks = _HeldBack(self._context.callbacks, self._task_function)
+        self._job_return = run_job(
+            task_function=stand_in,
+            config=self.config,
+            job_dir_key="hydra.sweep.dir",
+            job_subdir_key="hydra.sweep.subdir",
+            hydra_context=dataclasses.replace(self._context, callbacks=callbacks),  # type: ignore[arg-type]
+        )
+        return payload.Work(
+            task=self._task_function,
+            config=seen[0],
+            hydra_config=self._hydra_config,
+            job_name=str(JobRuntime.instance().get("name")),
+            resolvers=payload.resolvers(),
+            execution_whitelist=getattr(self._context, "execution_whitelist", None),
+        )
+
+    def finish(self, value: Any, error: BaseException | None) -> JobReturn:
+        """Do all that Hydra does after a task function.
+
+        Args:
+            value: what the task function returned in rank 0.
+            error: why the job failed, or None.
+        """
+        result = self._job_return
+        result.return_value = value if error is None else error
+        result.status = JobStatus.COMPLETED if error is None else JobStatus.FAILED
+        hydra = self.config.hydra
+        whitelist = getattr(self._context, "execution_whitelist", None)
+        with self._state(), rank_logging.execution_whitelist(whitelist):
+            rank_logging.apply(hydra.job_logging, hydra.verbose, whitelist)
+            if error is not None:
+                _log_to_files(error)
+            self._context.callbacks.on_job_end(config=self.config, job_return=result)
+        return result
+
+    @contextmanager
+    def _state(self) -> Iterator[None]:
+        """Be where run_job is when it calls `on_job_end`."""
+        hydra_config, directory = HydraConfig.instance().cfg, os.getcwd()
+        HydraConfig.instance().cfg = self._hydra_config
+        try:
+            if os.path.isdir(self._working_dir):
+                os.chdir(self._working_dir)
+            yield
+        finally:
+            HydraConfig.instance().cfg = hydra_config
+            os.chdir(directory)
+
+
+def _log_to_files(error: BaseException) -> None:
+    """Write the failure to the job's log only: the console has had it when it happened."""
+    trace = (type(error), error, error.__traceback__)
+    record = log.makeRecord(log.name, logging.ERROR, __file__, 0, "Job failed", (), trace)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler) and record.levelno >= handler.level:
+            handler.handle(record)
+    sys.stderr.flush()

@@ -1,0 +1,114 @@
+"""What ranks recorded, read in the launching process: values, failures, their causes."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hydra_torchrun_launcher.errors import RankFailedError, RankPlace, StartError, describe_exit
+from hydra_torchrun_launcher.job_files import STDERR, RankFolders
+from hydra_torchrun_launcher.wire import Fd, read_document
+
+
+def load_value(outcome: Fd) -> tuple[Any, BaseException | None]:
+    """Return rank 0's value and None, or None and why it cannot be had here."""
+    _, body = read_document(outcome.fileno())
+    if not body:
+        return None, None  # rank 0 left by sys.exit(0)
+    try:
+        return pickle.loads(body), None  # noqa: S301 - from our own rank, by an anonymous file
+    except Exception as error:  # noqa: BLE001 - a class may raise anything while it is rebuilt
+        problem = (
+            "The task function's return value cannot be rebuilt in the launching process: "
+            f"{type(error).__name__}: {error}"
+        )
+        return None, StartError(problem)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank failed."""
+
+    place: RankPlace
+    attempt: int
+    recorded: dict[str, Any] | None
+    body: bytes
+    exit_code: int
+    returned: bool
+
+    @classmethod
+    def read(cls, message: dict[str, Any], outcome: Fd, folders: RankFolders) -> Failure:
+        """Put together what the keeper saw and what the rank recorded."""
+        attempt, local_rank = message["attempt"], message["local_rank"]
+        folder = folders.rank(attempt, local_rank)
+        log = folder / STDERR
+        place = RankPlace(
+            global_rank=message["global_rank"],
+            local_rank=local_rank,
+            node=socket.gethostname(),
+            attempt=attempt,
+            log=str(log if log.exists() else folder),
+        )
+        recorded, body = None, b""
+        if message["recorded"] == "failed":
+            recorded, body = read_document(outcome.fileno())
+        returned = message["recorded"] == "crashed"
+        return cls(place, attempt, recorded, body, message["exit"], returned)
+
+    def report(self) -> str:
+        """Describe the failure with its traceback."""
+        if self.recorded is not None and self.recorded["status"] == "raised":
+            return f"{self.place} raised\n{self.recorded['traceback'].rstrip()}"
+        return self.line()
+
+    def line(self) -> str:
+        """Describe the failure in a line."""
+        return f"{self.place} {self._what()}"
+
+    def _what(self) -> str:
+        if self.recorded is not None and self.recorded["status"] == "raised":
+            first = str(self.recorded["message"]).split("\n", 1)[0]
+            return f"raised {self.recorded['type']}: {first}"
+        if self.recorded is not None:
+            return f"called sys.exit({self.recorded['message']})"
+        before = "finished the task function and then " if self.returned else ""
+        return before + describe_exit(self.exit_code)
+
+    def error(self, others: Sequence[Failure]) -> BaseException:
+        """Return the exception for the JobReturn: the rank's own wherever it can be rebuilt."""
+        error = self._own_error() or RankFailedError(self.place, self._what_in_full())
+        notes = [f"in {self.place}", *(f"also failed: {other.line()}" for other in others)]
+        if hasattr(error, "add_note"):  # Python >= 3.11
+            for note in notes if not isinstance(error, RankFailedError) else notes[1:]:
+                error.add_note(note)
+        return error
+
+    def _own_error(self) -> BaseException | None:
+        if self.recorded is None or self.recorded["status"] != "raised" or not self.body:
+            return None
+        try:
+            error = pickle.loads(self.body)  # noqa: S301 - from our own rank, by an anonymous file
+        except Exception:  # noqa: BLE001 - its text is there all the same
+            return None
+        # What is not an Exception (KeyboardInterrupt) would tear through the sweeper.
+        return error if isinstance(error, Exception) else None
+
+    def _what_in_full(self) -> str:
+        if self.recorded is None or self.recorded["status"] != "raised":
+            return self._what()
+        why = self.recorded["unsendable"]
+        reason = f" (the exception itself cannot be sent: {why})" if why else ""
+        return f"{self._what()}{reason}\n{self.recorded['traceback'].rstrip()}"
+
+
+def describe(state: str, done: dict[str, Any], ended: dict[str, Any] | None) -> str:
+    """Say what became of a job that ended without a verdict."""
+    if state == "keeper lost":
+        how = f" ({describe_exit(ended['exit'])})" if ended else ""
+        return f"the job's keeper process was lost{how}; what it ran has been ended"
+    if state == "lost":
+        return f"the job's agent process {describe_exit(done['exit'])}"
+    return "its ranks did not all finish"

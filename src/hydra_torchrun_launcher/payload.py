@@ -1,0 +1,317 @@
+"""How a task function, its config and Hydra's state travel from the launching process to a rank.
+
+By reference wherever a name leads to the object: the rank imports the user's script first, so what
+stands in it is one and the same object there. By value only for what has no name (closures,
+lambdas), and then with the rank's own module globals, so that nothing of a module is copied.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import io
+import logging
+import marshal
+import os
+import pickle
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import cloudpickle
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobRuntime, setup_globals
+from omegaconf import OmegaConf
+from omegaconf.basecontainer import BaseContainer
+
+from hydra_torchrun_launcher.errors import TransportError
+
+MAIN = "__mp_main__"
+"""Name of the user's script in a rank, as multiprocessing's: `if __name__ == "__main__"` is
+false there."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a rank is before it knows its task: the launching process's start, as plain data.
+
+    Attributes:
+        argv: sys.argv.
+        path: sys.path.
+        main_path: file of the script that was started, if it was one.
+        main_module: name of the module that was started with `python -m`, if it was.
+    """
+
+    argv: list[str]
+    path: list[str]
+    main_path: str | None
+    main_module: str | None
+
+    @classmethod
+    def of_this_process(cls) -> Program:
+        """Describe the program that runs here."""
+        main = sys.modules["__main__"]
+        spec = getattr(main, "__spec__", None)
+        path = getattr(main, "__file__", None)
+        if spec is not None and spec.name != "__main__":
+            return cls(list(sys.argv), list(sys.path), None, spec.name)
+        if path is not None and os.path.isfile(path) and path.endswith(".py"):
+            return cls(list(sys.argv), list(sys.path), os.path.abspath(path), None)
+        return cls(list(sys.argv), list(sys.path), None, None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data for the job's plan."""
+        return asdict(self)
+
+    @property
+    def main_is_importable(self) -> bool:
+        """Whether a rank can import the launching process's main module."""
+        return self.main_path is not None or self.main_module is not None
+
+    def enter(self) -> None:
+        """Make this fresh process the program: arguments, import path, then the script itself."""
+        sys.argv[:] = self.argv
+        sys.path[:] = self.path
+        # The script's own logger keeps the name that its settings and its readers know.
+        logging.Logger.manager.loggerDict[MAIN] = logging.getLogger("__main__")
+        if not self.main_is_importable:
+            return
+        module = types.ModuleType(MAIN)
+        if self.main_path is not None:
+            with io.open_code(self.main_path) as file:
+                code = compile(file.read(), self.main_path, "exec")
+            module.__file__ = self.main_path
+            module.__dict__["__cached__"] = None
+        else:
+            code = _module_code(module, str(self.main_module))
+        sys.modules["__main__"] = sys.modules[MAIN] = module
+        exec(code, module.__dict__)  # noqa: S102 - the user's own script
+
+
+def _module_code(module: types.ModuleType, name: str) -> types.CodeType:
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.loader is None:
+        problem = f"No module named {name}"
+        raise ModuleNotFoundError(problem)
+    code = spec.loader.get_code(name)  # type: ignore[attr-defined]
+    module.__spec__, module.__loader__, module.__package__ = spec, spec.loader, spec.parent
+    module.__file__ = spec.origin
+    return code  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """A function by its module, its name there, and its depth below decorators."""
+
+    module: str
+    qualname: str
+    depth: int
+
+    @classmethod
+    def to(cls, function: Callable[..., Any]) -> _Reference | None:
+        module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+        found = _resolve(module, qualname)
+        for depth in range(16):  # more decorators than that is a cycle
+            if found is function:
+                return cls(str(module), qualname, depth)
+            found = getattr(found, "__wrapped__", None)
+        return None
+
+    def follow(self) -> Any:
+        importlib.import_module(self.module)
+        found = _resolve(self.module, self.qualname)
+        for _ in range(self.depth):
+            found = found.__wrapped__
+        return found
+
+
+def _resolve(module: str | None, qualname: str) -> Any:
+    found: Any = sys.modules.get(module or "")
+    for name in qualname.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] - cloudpickle has no types
+    """Pickles named functions and classes by reference and nameless functions with their code.
+
+    cloudpickle by value copies the module globals that a function uses, which fails for a script
+    with `import torch.backends.cudnn`, and loses the file name that tracebacks show.
+    """
+
+    def __init__(self, file: io.BytesIO, *, main_is_importable: bool) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._main_is_importable = main_is_importable
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.FunctionType | type):
+            if obj.__module__ == "__main__" and not self._main_is_importable:
+                return super().reducer_override(obj)
+            reference = _Reference.to(obj)
+            if reference is not None:
+                # Depth 0 is what pickle itself does; the others it cannot find by their name.
+                return (_Reference.follow, (reference,)) if reference.depth else NotImplemented
+            if isinstance(obj, types.FunctionType) and obj.__module__ in sys.modules:
+                return _by_code(obj)
+        return super().reducer_override(obj)
+
+
+def _by_code(function: types.FunctionType) -> tuple[Any, ...]:
+    cells = len(function.__closure__ or ())
+    state = {
+        "cells": [_cell_content(cell) for cell in function.__closure__ or ()],
+        "defaults": function.__defaults__,
+        "kwdefaults": function.__kwdefaults__,
+        "dict": dict(function.__dict__),
+        "qualname": function.__qualname__,
+        "doc": function.__doc__,
+        "annotations": function.__annotations__,
+    }
+    made_from = (marshal.dumps(function.__code__), function.__module__, function.__name__, cells)
+    return (_function, made_from, state, None, None, _fill_function)
+
+
+_EMPTY = "__empty_cell__"
+
+
+def _cell_content(cell: types.CellType) -> Any:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return _EMPTY
+
+
+def _function(code: bytes, module: str, name: str, cells: int) -> types.FunctionType:
+    scope = importlib.import_module(module).__dict__
+    closure = tuple(types.CellType() for _ in range(cells)) or None
+    return types.FunctionType(marshal.loads(code), scope, name, None, closure)  # noqa: S302
+
+
+def _fill_function(function: types.FunctionType, state: dict[str, Any]) -> None:
+    for cell, content in zip(function.__closure__ or (), state["cells"], strict=True):
+        if content != _EMPTY:
+            cell.cell_contents = content[0]
+    function.__defaults__ = state["defaults"]
+    function.__kwdefaults__ = state["kwdefaults"]
+    function.__dict__.update(state["dict"])
+    function.__qualname__ = state["qualname"]
+    function.__doc__ = state["doc"]
+    function.__annotations__ = state["annotations"]
+
+
+def dumps(obj: Any, *, main_is_importable: bool = True) -> bytes:
+    """Pickle for another process that runs the same program."""
+    file = io.BytesIO()
+    _Pickler(file, main_is_importable=main_is_importable).dump(obj)
+    return file.getvalue()
+
+
+@dataclass
+class Work:
+    """What a rank does, and the state of Hydra in which it does it."""
+
+    task: Callable[[Any], Any]
+    config: Any
+    hydra_config: Any
+    job_name: str
+    resolvers: dict[str, bytes | str]
+    execution_whitelist: Any
+
+
+def pack(work: Work, program: Program) -> bytes:
+    """Pickle a job's work for its ranks.
+
+    Raises:
+        TransportError: names what cannot be sent.
+    """
+    importable = program.main_is_importable
+    try:
+        return dumps(work, main_is_importable=importable)
+    except Exception as error:
+        parts = {"config": (work.config, work.hydra_config), "task function": work.task}
+        guilty = [name for name, part in parts.items() if not _can_be_sent(part, importable)]
+        problem = (
+            f"The {guilty[0] if guilty else 'job'} cannot be sent to the ranks: "
+            f"{type(error).__name__}: {error}. Define it at the top level of a module, without "
+            "objects that belong to one process (locks, open files, threads), or use "
+            "hydra.launcher.start_method=fork."
+        )
+        raise TransportError(problem) from error
+
+
+def _can_be_sent(part: Any, main_is_importable: bool) -> bool:  # noqa: FBT001
+    try:
+        dumps(part, main_is_importable=main_is_importable)
+    except Exception:  # noqa: BLE001 - the question itself
+        return False
+    return True
+
+
+def resolvers() -> dict[str, bytes | str]:
+    """Pickle each resolver that the user registered, or say why one cannot be."""
+    packed: dict[str, bytes | str] = {}
+    for name, resolver in BaseContainer._resolvers.items():  # noqa: SLF001 - OmegaConf has no list of them
+        if name.startswith("oc.") or name in ("hydra", "now", "python_version"):
+            continue
+        try:
+            packed[name] = dumps(resolver)
+        except Exception as error:  # noqa: BLE001 - said when it is used
+            packed[name] = f"{type(error).__name__}: {error}"
+    return packed
+
+
+def restore(work: Work) -> None:
+    """Set up Hydra in a rank as it is in the launching process around the task."""
+    setup_globals()
+    for name, packed in work.resolvers.items():
+        if not OmegaConf.has_resolver(name):
+            # The packed function is OmegaConf's own wrapper, cache included: it goes back as it is.
+            BaseContainer._resolvers[name] = (  # noqa: SLF001
+                pickle.loads(packed) if isinstance(packed, bytes) else _missing(name, packed)  # noqa: S301
+            )
+    HydraConfig.instance().cfg = work.hydra_config
+    JobRuntime.instance().set("name", work.job_name)
+
+
+def _missing(name: str, reason: str) -> Callable[..., Any]:
+    def resolver(*_: Any) -> Any:
+        problem = (
+            f"The resolver '{name}' cannot be sent to the ranks ({reason}): register it at the top "
+            "level of your script or of a module that it imports."
+        )
+        raise TransportError(problem)
+
+    return resolver
+
+
+def evaluate_cached_resolvers(config: Any) -> None:
+    """Evaluate every value that names a resolver registered with `use_cache=True`, such as `now`.
+
+    Their values are part of the job: all its ranks must see one and the same. OmegaConf keeps them
+    in the root's cache, which is copied and pickled with the config. A value that cannot be
+    evaluated here is left to the rank that reads it.
+    """
+    cached = {name for name, resolver in BaseContainer._resolvers.items() if _uses_cache(resolver)}  # noqa: SLF001
+    if cached:
+        raw = OmegaConf.to_container(config, resolve=False)
+        _evaluate(config, raw, tuple(f"${{{name}:" for name in cached))
+
+
+def _uses_cache(resolver: Any) -> bool:
+    # OmegaConf keeps this only in its wrapper's closure; test_payload.py fails if it moves.
+    return bool(inspect.getclosurevars(resolver).nonlocals.get("use_cache", False))
+
+
+def _evaluate(node: Any, raw: Any, marks: tuple[str, ...]) -> None:
+    """Read every value of `node` whose unresolved form in `raw` holds one of the marks."""
+    for key, value in raw.items() if isinstance(raw, dict) else enumerate(raw):
+        if isinstance(value, str) and any(mark in value for mark in marks):
+            try:
+                node[key]
+            except Exception:  # noqa: BLE001, S112 - the reader's error, if anyone reads it
+                continue
+        elif isinstance(value, dict | list):
+            _evaluate(node[key], value, marks)

@@ -1,0 +1,161 @@
+"""What the kernel offers for owning processes: death signals, adoption, waiting (used in all).
+
+Everything here is called by single-threaded processes, or between fork and exec.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from types import FrameType
+
+import psutil
+
+from hydra_torchrun_launcher.wire import Fd
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_LINUX = sys.platform.startswith("linux")
+
+
+def _prctl(option: int, value: int) -> None:
+    if _LINUX:  # macOS has neither: there a killed parent leaves children to launchd
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def python_command(path: list[str], module: str, function: str, *arguments: object) -> list[str]:
+    """Return the command line of a new interpreter that calls one function of ours.
+
+    Args:
+        path: its sys.path.
+        module: where the function is.
+        function: its name.
+        arguments: what it is called with; anything that `repr` can write as Python.
+    """
+    call = f"{function}({', '.join(map(repr, arguments))})"
+    code = f"import sys; sys.path[:] = {path!r}; from {module} import {function}; {call}"
+    # The interpreter's own options (-O, -W, -X …), as multiprocessing passes them on.
+    options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # noqa: SLF001
+    return [sys.executable, *options, "-c", code]
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel SIGKILL this process when its parent ends; leave if it already has."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends (a child subreaper)."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill(pid: int, signum: int) -> None:
+    """Send a signal; a process that is gone already is no error."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signum)
+
+
+def kill_group(pid: int, signum: int) -> None:
+    """Send a signal to the session that `pid` leads, as torchrun does to its ranks."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signum)
+
+
+def children(recursive: bool) -> list[int]:
+    """Return the pids of this process's children, or of all its descendants."""
+    return [child.pid for child in psutil.Process().children(recursive=recursive)]
+
+
+def kill_descendants(spare: Iterable[int] = ()) -> None:
+    """SIGKILL every descendant but `spare` and theirs; adopted ones turn up at the next call."""
+    spared = set(spare)
+    for pid in spared.copy():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            spared.update(child.pid for child in psutil.Process(pid).children(recursive=True))
+    for pid in children(recursive=True):
+        if pid not in spared:
+            kill(pid, signal.SIGKILL)
+
+
+class ChildWatch:
+    """Makes the end of any child readable, for a selector.
+
+    SIGCHLD and waitpid(-1) are used alone: a process that adopts orphans does not know the pids
+    of its children, and pidfd waits mixed with waitpid(-1) lose exit statuses.
+    """
+
+    def __init__(self) -> None:
+        """Install the handler; must be called in the main thread."""
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        os.set_blocking(write, False)
+        self._read, self._write = Fd(read), Fd(write)
+        self._before = signal.signal(signal.SIGCHLD, _noop)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable."""
+        return self._read.fileno()
+
+    def reap(self) -> list[tuple[int, int]]:
+        """Return (pid, wait status) of every child that ended."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._read.fileno(), 4096):
+                pass
+        ended = []
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    break
+                ended.append((pid, status))
+        return ended
+
+    def restore(self) -> None:
+        """Undo the handler: what a forked child calls first."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, self._before)
+
+
+def _noop(_signum: int, _frame: FrameType | None) -> None:
+    pass
+
+
+def exit_code(status: int) -> int:
+    """Turn a wait status into an exit code; negative: the signal's number."""
+    return os.waitstatus_to_exitcode(status)
+
+
+class Deadline:
+    """A moment on the monotonic clock, or never."""
+
+    def __init__(self) -> None:
+        """Start as never."""
+        self._at: float | None = None
+
+    def set(self, seconds: float) -> None:
+        """Move it to `seconds` from now, unless it lies nearer already."""
+        at = time.monotonic() + seconds
+        self._at = at if self._at is None else min(self._at, at)
+
+    def clear(self) -> None:
+        """Make it never."""
+        self._at = None
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds left, at least 0; None for never."""
+        return None if self._at is None else max(0.0, self._at - time.monotonic())
+
+    @property
+    def passed(self) -> bool:
+        """Whether it lies behind us."""
+        return self._at is not None and time.monotonic() >= self._at

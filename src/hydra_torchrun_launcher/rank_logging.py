@@ -1,0 +1,41 @@
+"""Hydra's job logging in a rank, never two processes in one file (runs in each rank)."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import hydra.utils
+from hydra.core.utils import configure_log
+from omegaconf import OmegaConf
+
+from hydra_torchrun_launcher.job_files import rank_log_name
+
+
+def configure(work: Any, global_rank: int) -> None:
+    """Apply the job's logging, with a file of its own for every rank but the first."""
+    node = work.hydra_config.hydra
+    apply(node.job_logging, node.verbose, work.execution_whitelist, global_rank)
+
+
+def apply(job_logging: Any, verbose: Any, whitelist: Any, global_rank: int = 0) -> None:
+    """Apply a job's logging so that no file is truncated that the job has already written to."""
+    if job_logging is not None:
+        plain = OmegaConf.to_container(job_logging, resolve=True)
+        for handler in plain.get("handlers", {}).values():  # type: ignore[union-attr]
+            if isinstance(handler.get("filename"), str):
+                handler["filename"] = rank_log_name(handler["filename"], global_rank)
+                if str(handler.get("mode", "a"))[0] in "wx":
+                    handler["mode"] = "a" + handler["mode"][1:]
+        job_logging = OmegaConf.create(plain, flags={"allow_objects": True})
+    if "execution_whitelist" in inspect.signature(configure_log).parameters:  # hydra-core >= 1.4
+        configure_log(job_logging, verbose, execution_whitelist=whitelist)
+    else:
+        configure_log(job_logging, verbose)
+
+
+def execution_whitelist(whitelist: Any) -> AbstractContextManager[Any]:
+    """Return the context in which hydra-core 1.4 runs a task; 1.3 has none."""
+    enter = getattr(hydra.utils, "execution_whitelist", None)
+    return nullcontext() if enter is None else enter(whitelist, reset=True)  # type: ignore[no-any-return]

@@ -1,0 +1,130 @@
+"""The server: one single-threaded process with torch imported and no code of the user's, which
+forks a keeper for each job and ends what a keeper that was killed leaves behind.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import sys
+import traceback
+from typing import NoReturn
+
+import torch
+
+from hydra_torchrun_launcher.keeper import Keeper, Role
+from hydra_torchrun_launcher.processes import (
+    ChildWatch,
+    Deadline,
+    adopt_orphans,
+    children,
+    exit_code,
+    kill_descendants,
+)
+from hydra_torchrun_launcher.wire import Channel, Closed, Fd, channel_from, close_all_but
+
+_ORPHANS_S = 10
+"""How long the server waits for killed orphans to be gone (one stuck in the kernel may not be)."""
+
+
+def serve(channel: Channel) -> NoReturn:
+    """Serve jobs until the launching process is gone; then leave.
+
+    Forked children come back here with what they are to become, so that it starts from an almost
+    empty stack, and never return to the caller.
+    """
+    try:
+        role = _Server(channel).run()
+        while role is not None:
+            role = role()
+        os._exit(0)
+    except BaseException:  # noqa: BLE001 - nothing of a forked child may return to the caller
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+class _Server:
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._keepers: dict[int, int] = {}
+        self._counter: int | None = None
+        self._closed = False
+
+    def run(self) -> Role | None:
+        adopt_orphans()
+        self._watch = ChildWatch()
+        self._tell({"op": "ready", "pid": os.getpid()})
+        while self._keepers or not self._closed:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._watch, selectors.EVENT_READ)
+                if not self._closed:
+                    selector.register(self._channel, selectors.EVENT_READ)
+                ready = {key.fileobj for key, _ in selector.select()}
+            if self._watch in ready:
+                self._reap()
+            if self._channel in ready:
+                role = self._hear()
+                if role is not None:
+                    return role
+        return None
+
+    def _tell(self, message: dict[str, object]) -> None:
+        try:
+            self._channel.send(message)
+        except Closed:
+            self._closed = True
+
+    def _hear(self) -> Role | None:
+        try:
+            message, fds = self._channel.receive()
+        except Closed:
+            self._closed = True
+            return None
+        pid = os.fork()
+        if pid == 0:
+            self._watch.restore()
+            return self._count if message["op"] == "count" else _keeper(fds)
+        if message["op"] == "count":
+            self._counter = pid
+        else:
+            self._keepers[pid] = message["job"]
+            self._tell({"op": "kept", "job": message["job"], "pid": pid})
+        return None
+
+    def _count(self) -> None:
+        """Count accelerators in a process of its own: a driver's state must not be forked."""
+        accelerator = getattr(torch, "accelerator", torch.cuda)  # torch < 2.6 has CUDA only
+        count = accelerator.device_count() if accelerator.is_available() else 0
+        self._tell({"op": "counted", "accelerators": count, "gpus": torch.cuda.device_count()})
+
+    def _reap(self) -> None:
+        for pid, status in self._watch.reap():
+            if pid == self._counter and status != 0:
+                self._tell({"op": "counted", "accelerators": 0, "gpus": 0})
+            if pid not in self._keepers:
+                continue
+            job = self._keepers.pop(pid)
+            if status != 0:
+                self._end_orphans()
+            self._tell({"op": "ended", "job": job, "exit": exit_code(status)})
+
+    def _end_orphans(self) -> None:
+        """Kill what a killed keeper left to us, until the kernel says that it is gone."""
+        deadline = Deadline()
+        deadline.set(_ORPHANS_S)
+        early = []
+        while set(children(recursive=False)) - set(self._keepers) and not deadline.passed:
+            kill_descendants(spare=self._keepers)
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._watch, selectors.EVENT_READ)
+                selector.select(deadline.remaining_s)
+            early += [pid for pid, _ in self._watch.reap() if pid in self._keepers]
+        for pid in early:  # another keeper that ended meanwhile
+            self._tell({"op": "ended", "job": self._keepers.pop(pid), "exit": 0})
+
+
+def _keeper(fds: list[Fd]) -> Role:
+    job = channel_from(fds[0].release())
+    close_all_but([job, *fds[1:]])
+    return Keeper(job, fds[1], fds[2:]).run

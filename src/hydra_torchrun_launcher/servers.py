@@ -1,0 +1,193 @@
+"""The launching process's side of the servers: starts them, picks one for a job, ends them."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import psutil
+
+from hydra_torchrun_launcher import processes
+from hydra_torchrun_launcher.errors import StartError
+from hydra_torchrun_launcher.wire import Channel, Closed, channel_from, channel_pair, close_all_but
+
+_LOAD_TIME = (
+    "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "GOTO_", "LD_", "PYTHON", "TORCH_",
+)  # fmt: skip
+"""Prefixes of variables that are read while libraries load: they select a server."""
+_START_S = 600
+"""Bound on a server's start. It imports torch, which takes minutes on a cold network disk."""
+_END_S = 10
+_MAX_SERVERS = 2
+
+
+def boot(fd: int, parent_pid: int, preload: list[str], bound: bool) -> NoReturn:  # noqa: FBT001
+    """Be a server that is an interpreter of its own.
+
+    Args:
+        fd: the inherited end of the channel to the launching process.
+        parent_pid: the launching process.
+        preload: modules to import besides torch.
+        bound: end when the thread that started this process ends. Until the imports are done
+            nobody reads the channel, whose end-of-file says the same later.
+    """
+    if bound:
+        processes.die_with_parent(parent_pid)
+    _serve(channel_from(fd), preload)
+
+
+def _serve(channel: Channel, preload: list[str]) -> NoReturn:
+    try:
+        server = importlib.import_module("hydra_torchrun_launcher.server")
+        for name in ("hydra_torchrun_launcher.payload", "hydra_torchrun_launcher.rank_logging", *preload):
+            importlib.import_module(name)
+    except BaseException as error:  # noqa: BLE001 - reported where the user looks
+        channel.send({"op": "broken", "message": f"{type(error).__name__}: {error}"})
+        os._exit(1)
+    # What is alive now stays: a collection in a forked process would copy every page of it.
+    gc.collect()
+    gc.freeze()
+    server.serve(channel)
+    os._exit(1)
+
+
+class Server:
+    """One server and what is known of it."""
+
+    def __init__(self, channel: Channel, pid: int, popen: subprocess.Popen[bytes] | None) -> None:
+        """Know a started server by its channel and pid."""
+        self.channel = channel
+        self.pid = pid
+        self.dead = False
+        self.ready = False
+        self._popen = popen
+        self._owner = os.getpid()
+
+    @classmethod
+    def start(cls, environ: Mapping[str, str], preload: tuple[str, ...]) -> Server:
+        """Start an interpreter that imports torch; returns at once."""
+        ours, theirs = channel_pair()
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        command = processes.python_command(
+            sys.path, __name__, "boot", theirs.fileno(), os.getpid(), list(preload), in_main_thread
+        )
+        popen = subprocess.Popen(  # noqa: S603 - our own interpreter
+            command,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # a Ctrl-C is the launching process's to answer
+        )
+        theirs.close()
+        return cls(ours, popen.pid, popen)
+
+    @classmethod
+    def fork(cls, in_child: Callable[[], None]) -> Server:
+        """Fork a server from this process, whose memory the ranks will see."""
+        ours, theirs = channel_pair()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                in_child()
+                close_all_but([theirs])
+                os.setsid()
+                processes.die_with_parent(parent)
+                _serve(theirs, [])
+            finally:
+                os._exit(1)
+        theirs.close()
+        return cls(ours, pid, None)
+
+    def hear(self) -> dict[str, Any] | None:
+        """Return the server's next message, or None when it is dead.
+
+        Raises:
+            StartError: it could not import what it needs.
+        """
+        try:
+            message, _ = self.channel.receive()
+        except Closed:
+            self.dead = True
+            self.channel.close()
+            return None
+        if message["op"] == "ready":
+            self.ready = True
+        if message["op"] == "broken":
+            self.close()
+            problem = (
+                f"The launcher's server cannot start: {message['message']}. Is torch installed for "
+                f"{sys.executable}?"
+            )
+            raise StartError(problem)
+        return message
+
+    def ask(self, operation: str) -> dict[str, Any]:
+        """Send a question and wait for the answer, which comes before any other message."""
+        self.channel.send({"op": operation})
+        deadline = time.monotonic() + _START_S
+        while self.channel.readable(deadline - time.monotonic()):
+            message = self.hear()
+            if message is None:
+                break
+            if message["op"] not in ("ready", operation):
+                return message
+        problem = f"The launcher's server (pid {self.pid}) did not answer"
+        raise StartError(problem)
+
+    def close(self) -> None:
+        """Let the server leave, and wait until it has; kill it if it does not."""
+        if self._owner != os.getpid():
+            return
+        self.dead = True
+        self.channel.close()
+        if not self.ready:
+            processes.kill(self.pid, signal.SIGKILL)  # it is importing and has started nothing
+        if not _wait(self.pid, self._popen, _END_S):
+            processes.kill(self.pid, signal.SIGKILL)
+            _wait(self.pid, self._popen, _END_S)
+
+
+def _wait(pid: int, popen: subprocess.Popen[bytes] | None, timeout_s: float) -> bool:
+    try:
+        _ = psutil.Process(pid).wait(timeout_s) if popen is None else popen.wait(timeout_s)
+    except psutil.NoSuchProcess:
+        return True
+    except (psutil.TimeoutExpired, subprocess.TimeoutExpired):
+        return False
+    return True
+
+
+class Pool:
+    """The servers of a sweep, one for each set of load-time variables, two at most."""
+
+    def __init__(self) -> None:
+        """Start none."""
+        self._servers: dict[tuple[Any, ...], Server] = {}
+
+    def get(self, environ: Mapping[str, str], preload: tuple[str, ...]) -> Server:
+        """Return a living server for jobs with this environment, starting one if need be."""
+        key = (preload, *sorted((k, v) for k, v in environ.items() if k.startswith(_LOAD_TIME)))
+        server = self._servers.pop(key, None)
+        if server is None or server.dead:
+            if server is not None:
+                server.close()
+            while len(self._servers) >= _MAX_SERVERS:
+                self._servers.pop(next(iter(self._servers))).close()
+            server = Server.start(environ, preload)
+        self._servers[key] = server  # the last used is the last to go
+        return server
+
+    def close(self) -> None:
+        """End every server."""
+        while self._servers:
+            self._servers.popitem()[1].close()

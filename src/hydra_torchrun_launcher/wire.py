@@ -1,0 +1,153 @@
+"""Sockets, descriptors and anonymous files that join our processes (used in all of them).
+
+Nothing here has a name in a file system: a process that is killed leaves nothing to remove.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import select
+import socket
+import tempfile
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+_MAX_MESSAGE = 1 << 18
+_MAX_FDS = 8
+
+# Every descriptor of ours in this process. A forked child closes all that it was not given:
+# one stray copy of a socket hides the end-of-file by which the other side sees a death.
+_open: weakref.WeakSet[Fd] = weakref.WeakSet()
+
+
+class Fd:
+    """One descriptor with one owner."""
+
+    def __init__(self, fd: int) -> None:
+        """Own `fd` from now on."""
+        self._fd = fd
+        _open.add(self)
+
+    def fileno(self) -> int:
+        """Return the number, or -1 once closed."""
+        return self._fd
+
+    def close(self) -> None:
+        """Close it; closing twice is harmless."""
+        fd = self.release()
+        if fd >= 0:
+            os.close(fd)
+
+    def release(self) -> int:
+        """Give the descriptor up without closing it, and return its number."""
+        fd, self._fd = self._fd, -1
+        return fd
+
+    __del__ = close
+
+
+class Closed(Exception):  # noqa: N818 - a state of the peer, not a mistake
+    """The other end is gone."""
+
+
+class Channel(Fd):
+    """A local socket for whole messages: a JSON object and some descriptors each.
+
+    SOCK_SEQPACKET keeps messages whole, so a signal handler that raises between two of them
+    cannot leave half a message behind.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Take over `sock`."""
+        self._sock = sock
+        super().__init__(sock.fileno())
+
+    def close(self) -> None:
+        """Close the socket; closing twice is harmless."""
+        self._fd = -1
+        self._sock.close()
+
+    __del__ = close
+
+    def send(self, message: dict[str, Any], fds: Iterable[int] = ()) -> None:
+        """Send one message.
+
+        Raises:
+            Closed: the other end is gone.
+        """
+        try:
+            socket.send_fds(self._sock, [json.dumps(message).encode()], list(fds))
+        except (BrokenPipeError, ConnectionError) as error:
+            raise Closed from error
+
+    def receive(self) -> tuple[dict[str, Any], list[Fd]]:
+        """Wait for one message and the descriptors that came with it.
+
+        Raises:
+            Closed: the other end is gone and all it sent has been read.
+        """
+        try:
+            data, fds, _, _ = socket.recv_fds(self._sock, _MAX_MESSAGE, _MAX_FDS)
+        except ConnectionError as error:
+            raise Closed from error
+        if not data:
+            raise Closed
+        for fd in fds:
+            os.set_inheritable(fd, False)
+        return json.loads(data), [Fd(fd) for fd in fds]
+
+    def readable(self, timeout_s: float) -> bool:
+        """Wait until there is something to receive (or an end-of-file), at most so long."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
+
+
+def channel_pair() -> tuple[Channel, Channel]:
+    """Return two joined channels."""
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Channel(left), Channel(right)
+
+
+def channel_from(fd: int) -> Channel:
+    """Return the channel with descriptor `fd`, inherited or received, and own it."""
+    os.set_inheritable(fd, False)
+    return Channel(socket.socket(fileno=fd))
+
+
+def close_all_but(keep: Iterable[Fd]) -> None:
+    """Close what a forked child inherited from its parent's connections, except `keep`."""
+    kept = set(keep)
+    for fd in list(_open):
+        if fd not in kept:
+            fd.close()
+
+
+def anonymous_file(label: str) -> Fd:
+    """Return an empty file without a name; `label` shows in /proc only."""
+    if hasattr(os, "memfd_create"):
+        return Fd(os.memfd_create(f"hydra_torchrun_{label}", os.MFD_CLOEXEC))
+    with tempfile.TemporaryFile() as file:  # macOS has no memfd
+        return Fd(os.dup(file.fileno()))
+
+
+def write_document(fd: int, header: dict[str, Any], body: bytes = b"") -> None:
+    """Write a JSON header and an opaque body into the anonymous file `fd`."""
+    head = json.dumps(header).encode()
+    os.ftruncate(fd, 0)
+    os.lseek(fd, 0, os.SEEK_SET)
+    for part in (len(head).to_bytes(8, "little"), head, body):
+        view = memoryview(part)
+        while view:
+            view = view[os.write(fd, view) :]
+
+
+def read_document(fd: int) -> tuple[dict[str, Any], bytes]:
+    """Read what `write_document` wrote; the body is a copy."""
+    size = os.fstat(fd).st_size
+    with mmap.mmap(fd, size, access=mmap.ACCESS_READ) as view:
+        end = 8 + int.from_bytes(view[:8], "little")
+        return json.loads(view[8:end]), view[end:]

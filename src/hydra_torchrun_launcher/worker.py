@@ -1,0 +1,268 @@
+"""The rank: turns a fresh process into the user's program, runs the task function, records how it
+ended, and leaves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import io
+import json
+import multiprocessing.process
+import os
+import pickle
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from hydra_torchrun_launcher.errors import UnsendableValueError
+from hydra_torchrun_launcher.processes import python_command
+from hydra_torchrun_launcher.wire import Fd, read_document, write_document
+
+_NOTE = struct.Struct("<iii")
+_COMPLETED, _FAILED = 1, 2
+
+inherited: Any = None
+"""The job's work, where this process was forked from the launching process (start method fork)."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """A rank's word that its outcome is recorded: smaller than PIPE_BUF, so written whole."""
+
+    pid: int
+    status: str
+    exit_code: int
+
+
+def read_notes(pipe: Fd) -> Iterator[Note]:
+    """Return the notes that lie in the pipe, in the order of writing."""
+    os.set_blocking(pipe.fileno(), False)
+    while True:
+        try:
+            data = os.read(pipe.fileno(), _NOTE.size)
+        except BlockingIOError:
+            return
+        if len(data) < _NOTE.size:
+            return
+        pid, status, code = _NOTE.unpack(data)
+        yield Note(pid, "completed" if status == _COMPLETED else "failed", code)
+
+
+@dataclass(frozen=True)
+class RankStart:
+    """What a rank's process is given beyond its plan and its environment."""
+
+    local_rank: int
+    outcome: Fd
+    notes: Fd
+
+
+def exec_rank(
+    start: RankStart, document: Fd, environ: Mapping[str, str], path: list[str]
+) -> NoReturn:
+    """Replace this process by a new interpreter that becomes the rank (start method spawn)."""
+    fds = (start.local_rank, start.outcome.fileno(), start.notes.fileno(), document.fileno())
+    for fd in fds[1:]:
+        os.set_inheritable(fd, True)
+    command = python_command(path, "hydra_torchrun_launcher.worker", "main", *fds)
+    os.execve(command[0], command, dict(environ))  # noqa: S606 - our own interpreter
+
+
+def main(local_rank: int, outcome: int, notes: int, document: int) -> NoReturn:
+    """Be a rank that is an interpreter of its own."""
+    for fd in (outcome, notes):
+        os.set_inheritable(fd, False)
+    plan, body = read_document(document)
+    os.close(document)
+    run(RankStart(local_rank, Fd(outcome), Fd(notes)), plan["program"], body)
+
+
+def run(start: RankStart, program: dict[str, Any], body: bytes) -> NoReturn:
+    """Become the rank: environment, descriptors and directory are set, all else is done here."""
+    _freshen()
+    faulthandler.enable()
+    code = 1
+    try:
+        code = _record(start, _run(program, body))
+    except BaseException:  # noqa: BLE001 - the outcome could not be recorded
+        traceback.print_exc()
+    _leave(code)
+
+
+def _freshen() -> None:
+    """Give a forked process what a new interpreter has and the server's copy has not."""
+    encoding, errors = sys.stdout.encoding, sys.stdout.errors
+    sys.stdin = sys.__stdin__ = open(0, closefd=False, encoding=encoding, errors=errors)  # noqa: SIM115, PTH123
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        raw = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115, PTH123
+        lenient = "backslashreplace" if number == 2 else errors  # noqa: PLR2004
+        # As `python -u`, which torchrun uses: what a killed rank printed is not lost.
+        stream = io.TextIOWrapper(raw, encoding=encoding, errors=lenient, write_through=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    if inherited is not None:
+        # The launching process's children and exit handlers are not this process's, and the random
+        # state is the script's own, on purpose.
+        multiprocessing.process._children.clear()  # type: ignore[attr-defined] # noqa: SLF001
+        atexit._clear()  # noqa: SLF001 - no public way to drop inherited handlers
+        return
+    # Python seeds its own generator anew in a forked child; these libraries do not.
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+
+
+@dataclass
+class _Ending:
+    value: Any = None
+    error: BaseException | None = None
+    exit_code: int = 0
+
+
+def _run(program: dict[str, Any], body: bytes) -> _Ending:
+    from hydra_torchrun_launcher import payload, rank_logging
+
+    try:
+        if inherited is None:
+            payload.Program(**program).enter()
+        work: payload.Work = inherited or pickle.loads(body)  # noqa: S301 - from our own process
+        payload.restore(work)
+        rank_logging.configure(work, int(os.environ["RANK"]))
+        with rank_logging.execution_whitelist(work.execution_whitelist):
+            return _Ending(value=work.task(work.config))
+    except SystemExit as leaving:
+        if leaving.code is None or leaving.code == 0:
+            return _Ending()
+        if not isinstance(leaving.code, int):
+            print(leaving.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
+        return _Ending(error=leaving, exit_code=leaving.code if isinstance(leaving.code, int) else 1)
+    except BaseException as error:  # noqa: BLE001 - recorded
+        return _Ending(error=error, exit_code=1)
+
+
+def _record(start: RankStart, ending: _Ending) -> int:
+    """Write the outcome for the launching process, then say that it is there."""
+    body = b""
+    if ending.error is None and os.environ["RANK"] == "0":
+        try:
+            body = _pickle_value(ending.value)
+        except Exception as error:  # noqa: BLE001 - any type may raise anything here
+            ending = _Ending(error=_unsendable(ending.value, error), exit_code=1)
+    header: dict[str, Any] = {"status": "completed", "exit": ending.exit_code}
+    if ending.error is not None:
+        header, body = _describe(ending)
+        sys.stderr.write(header["traceback"])
+    write_document(start.outcome.fileno(), header, body)
+    status = _COMPLETED if ending.error is None else _FAILED
+    os.write(start.notes.fileno(), _NOTE.pack(os.getpid(), status, ending.exit_code))
+    return ending.exit_code
+
+
+def _unsendable(value: Any, error: Exception) -> UnsendableValueError:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return UnsendableValueError(
+        f"The task function's return value, of type {kind}, cannot be pickled "
+        f"({type(error).__name__}: {error}). Return plain data, such as a number or a dict."
+    )
+
+
+def _pickle_value(value: Any) -> bytes:
+    from hydra_torchrun_launcher import payload
+
+    return payload.dumps(_on_cpu(value))
+
+
+def _on_cpu(value: Any) -> Any:
+    """Take a tensor off its accelerator, which the launching process must not touch."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        return value.detach().cpu()
+    return value
+
+
+def _describe(ending: _Ending) -> tuple[dict[str, Any], bytes]:
+    error = ending.error
+    assert error is not None  # noqa: S101 - the caller's condition
+    _drop_own_frames(error)
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    header = {
+        "status": "exit" if isinstance(error, SystemExit) else "raised",
+        "exit": ending.exit_code,
+        "type": f"{type(error).__module__}.{type(error).__qualname__}",
+        "message": _text(error),
+        "traceback": text,
+        "unsendable": None,
+    }
+    _write_error_file(header)
+    try:
+        body = _pickle_error(error)
+    except Exception as problem:  # noqa: BLE001
+        header["unsendable"] = f"{type(problem).__name__}: {problem}"
+        return header, b""
+    return header, body
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as problem:  # noqa: BLE001 - a user's __str__ may raise
+        return f"<its text cannot be shown: {type(problem).__name__}>"
+
+
+def _drop_own_frames(error: BaseException) -> None:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    if trace is not None:
+        error.__traceback__ = trace
+
+
+def _pickle_error(error: BaseException) -> bytes:
+    """Pickle an exception with its traceback, causes and notes; check that it can be rebuilt."""
+    from tblib import pickling_support
+
+    from hydra_torchrun_launcher import payload
+
+    pickling_support.install(error)  # this process does nothing else any more
+    body = payload.dumps(error)
+    rebuilt = pickle.loads(body)  # noqa: S301 - our own
+    if type(rebuilt) is not type(error):
+        problem = f"it comes back as {type(rebuilt).__qualname__}"
+        raise TypeError(problem)
+    return body
+
+
+def _write_error_file(header: dict[str, Any]) -> None:
+    """Write torchrun's error file, for people and for tools that read it."""
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not name:
+        return
+    info = {"py_callstack": header["traceback"], "timestamp": str(int(time.time()))}
+    message = {"message": f"{header['type']}: {header['message']}", "extraInfo": info}
+    try:
+        with open(name + ".tmp", "w", encoding="utf-8", errors="backslashreplace") as file:  # noqa: PTH123
+            json.dump({"message": message}, file)
+        os.replace(name + ".tmp", name)  # noqa: PTH105
+    except OSError as error:
+        sys.stderr.write(f"{name}: {error}\n")
+
+
+def _leave(code: int) -> NoReturn:
+    """Do what the interpreter does at its end, up to the destruction of objects.
+
+    That last part is where a rank that raised hangs while its process group is torn down.
+    """
+    try:
+        threading._shutdown()  # type: ignore[attr-defined] # noqa: SLF001 - joins non-daemon threads
+        atexit._run_exitfuncs()  # noqa: SLF001 - no public way to run them and then leave hard
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
