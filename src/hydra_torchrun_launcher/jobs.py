@@ -268,9 +268,14 @@ class JobRun:
             self._server.close()
 
     def _pass_on(self, watch: SignalWatch) -> None:
+        """Hand signals on: the first asks the ranks to leave, a second kills them."""
         while self._signals_sent < min(watch.count, 2) and self._job.fileno() >= 0:
             self._signals_sent += 1
-            order = {"op": "stop", "signal": watch.received} if self._signals_sent == 1 else {"op": "kill"}
+            order: dict[str, Any] = {"op": "kill"}
+            if self._signals_sent == 1:
+                order = {"op": "stop", "signal": watch.received}
+                name = signal.Signals(watch.received or 0).name
+                log.warning("Job #%d: stopping on %s; a second signal kills it", self._number, name)
             try:
                 self._job.send(order)
             except Closed:

@@ -129,7 +129,7 @@ class Keeper:
             self._read_notes()
         if self._watch in ready:
             self._reap()
-        if self._agent_channel in ready:
+        if self._agent_channel in ready and self._agent_exit is None:
             role = self._hear_agent()
         if role is None and self._job in ready:
             self._hear_launching_process()
@@ -184,7 +184,7 @@ class Keeper:
             verdict = {"state": "stopped", "signal": self._stopping}
         value = [r.outcome.fileno() for r in self._ranks if r.global_rank == 0]
         succeeded = verdict["state"] == "succeeded"
-        self._tell({"op": "done", **verdict}, *(value if succeeded else ()))
+        self._tell({**verdict, "op": "done"}, *(value if succeeded else ()))
 
     # -- the agent ------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class Keeper:
         except Closed:
             self._agent_channel.close()
             return None
-        operation = message.pop("op")
+        operation = message["op"]
         if operation == "attempt":
             self._begin_attempt(message["number"])
         elif operation == "spawn":
@@ -205,9 +205,19 @@ class Keeper:
         elif operation == "stop":
             self._stop_ranks(message["signal"])
             self._answer_stop = True
-        else:
+        elif operation == "verdict":
             self._verdict = message
         return None
+
+    def _hear_last_words(self) -> None:
+        """Take the verdict that a dead agent left in the socket; it can ask for nothing more."""
+        try:
+            while True:
+                message, _ = self._agent_channel.receive()
+                if message["op"] == "verdict":
+                    self._verdict = message
+        except Closed:
+            self._agent_channel.close()
 
     def _answer(self, message: dict[str, Any]) -> None:
         if self._agent_channel.fileno() >= 0:
@@ -283,8 +293,7 @@ class Keeper:
         for pid, status in ended:
             if pid == self._agent_pid:
                 self._agent_exit = exit_code(status)
-                while self._agent_channel.fileno() >= 0:  # its last words
-                    self._hear_agent()
+                self._hear_last_words()
             died += [(rank, exit_code(status)) for rank in self._ranks if rank.pid == pid]
         # An abort is often a library's answer to another rank's death: look at it last.
         for rank, code in sorted(died, key=lambda pair: pair[1] == -signal.SIGABRT):

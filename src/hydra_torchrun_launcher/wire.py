@@ -76,8 +76,10 @@ class Channel(Fd):
         """Send one message.
 
         Raises:
-            Closed: the other end is gone.
+            Closed: one of the ends is gone.
         """
+        if self._fd < 0:
+            raise Closed
         try:
             socket.send_fds(self._sock, [json.dumps(message).encode()], list(fds))
         except (BrokenPipeError, ConnectionError) as error:
@@ -87,8 +89,10 @@ class Channel(Fd):
         """Wait for one message and the descriptors that came with it.
 
         Raises:
-            Closed: the other end is gone and all it sent has been read.
+            Closed: this end is, or the other end is and all it sent has been read.
         """
+        if self._fd < 0:
+            raise Closed
         try:
             data, fds, _, _ = socket.recv_fds(self._sock, _MAX_MESSAGE, _MAX_FDS)
         except ConnectionError as error:

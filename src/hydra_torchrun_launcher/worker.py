@@ -191,11 +191,13 @@ def _describe(ending: _Ending) -> tuple[dict[str, Any], bytes]:
     error = ending.error
     assert error is not None  # noqa: S101 - the caller's condition
     _drop_own_frames(error)
+    # The script's own classes are shown as they are called where it is the main module.
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    text = text.replace("__mp_main__.", "")
     header = {
         "status": "exit" if isinstance(error, SystemExit) else "raised",
         "exit": ending.exit_code,
-        "type": f"{type(error).__module__}.{type(error).__qualname__}",
+        "type": type(error).__qualname__,
         "message": _text(error),
         "traceback": text,
         "unsendable": None,

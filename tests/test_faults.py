@@ -1,0 +1,200 @@
+"""The fault matrix: however a process of a job ends, the job ends in bounded time, its cause is
+named, the other jobs keep their results, and nothing is left.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+
+import pytest
+from conftest import Sweep, send
+
+Run = Callable[..., Sweep]
+THREE_JOBS = "point=0,1,2"
+QUICK = "hydra.launcher.shutdown_timeout=3"
+
+pytestmark = pytest.mark.hydra_versions
+
+FAILING = {
+    "raise": ("ScriptError", "raised on purpose"),
+    "chained": ("ScriptError", "the second"),
+    "raise_in_collective": ("ScriptError", "raised while the others wait"),
+    "raise_and_hang_at_exit": ("ScriptError", "raised before it hangs"),
+    "stubborn_child": ("ScriptError", "leaves a stubborn child"),
+    "ignores_sigterm": ("ScriptError", "the other rank ignores SIGTERM"),
+    "unpicklable_error": ("RankFailedError", "raised Unpicklable: holds a lock"),
+    "unbuildable_error": ("RankFailedError", "raised Unbuildable: one and two"),
+    "keyboard_interrupt": ("RankFailedError", "KeyboardInterrupt"),
+    "sys_exit_3": ("RankFailedError", "sys.exit(3)"),
+    "sys_exit_text": ("RankFailedError", "a farewell"),
+    "os_exit_0": ("RankFailedError", "left with status 0 without finishing"),
+    "os_exit_7": ("RankFailedError", "left with status 7"),
+    "abort": ("RankFailedError", "SIGABRT"),
+    "SIGKILL": ("RankFailedError", "SIGKILL (often"),
+    "SIGSEGV": ("RankFailedError", "SIGSEGV"),
+    "crash_at_exit": ("RankFailedError", "finished the task function and then was killed by SIGSEGV"),
+}
+FINE = ("none", "sys_exit_0", "hang_at_exit", "child")
+
+
+@pytest.fixture(scope="module")
+def matrix(start_sweep: Run) -> Sweep:
+    """Run every fault of rank 1, a job each, in one sweep; jobs without a fault lie between."""
+    faults = [fault for failing in FAILING for fault in (failing, "none")]
+    points = ",".join([*faults, *FINE[1:]])
+    return start_sweep("faults.py", f"fault={points}", "at_rank=1", "at_job=all", QUICK).wait()
+
+
+def result(run: Sweep, fault: str) -> dict[str, object]:
+    faults = [each for failing in FAILING for each in (failing, "none")] + list(FINE[1:])
+    jobs = run.jobs()
+    assert [job["number"] for job in jobs] == list(range(len(faults))), run.output
+    return jobs[faults.index(fault)]
+
+
+@pytest.mark.parametrize("fault", FAILING)
+def test_failing_rank(matrix: Sweep, fault: str) -> None:
+    """A rank that fails fails its job, and its own cause and place are said."""
+    job = result(matrix, fault)
+    kind, named = FAILING[fault]
+    assert (job["status"], job["type"]) == ("FAILED", kind), matrix.output
+    assert named in str(job["text"])
+    place = str(job["text"]) + str(job["notes"])
+    failed_rank = 0 if fault == "ignores_sigterm" else 1
+    if sys.version_info >= (3, 11) or kind == "RankFailedError":
+        assert f"rank {failed_rank} (local rank {failed_rank} on" in place
+        assert "attempt 0; log: " in place
+    console = [line for line in matrix.output.splitlines() if f"Job #{job['number']} failed: rank" in line]
+    assert len(console) == 1
+
+
+def test_other_jobs_keep_their_results(matrix: Sweep) -> None:
+    """Jobs after a failed one run, and all results stand in their place."""
+    jobs = matrix.jobs()
+    assert len(jobs) == 2 * len(FAILING) + 3, matrix.output
+    assert [job["text"] for job in jobs[1 : 2 * len(FAILING) : 2]] == ["42"] * len(FAILING)
+    assert matrix.status == 1
+
+
+@pytest.mark.parametrize("fault", FINE)
+def test_rank_that_is_no_failure(matrix: Sweep, fault: str) -> None:
+    """`sys.exit(0)` in a rank, a hang in its exit and a child left behind fail nothing."""
+    job = result(matrix, fault)
+    assert (job["status"], job["text"]) == ("COMPLETED", "42")
+
+
+def test_rank_that_hangs_at_exit_is_named(matrix: Sweep) -> None:
+    """A rank that returned and then hangs is ended, with a warning that names it."""
+    number = result(matrix, "hang_at_exit")["number"]
+    assert f"Job #{number}: rank 1 returned but did not leave in time" in matrix.output
+
+
+def test_exception_keeps_its_traceback(matrix: Sweep) -> None:
+    """An exception comes back with the rank's own frames; the job's log has it and its cause."""
+    job = result(matrix, "chained")
+    assert any(frame.startswith("fail:") for frame in job["frames"])
+    job_log = (matrix.directory / str(job["number"]) / "faults.log").read_text()
+    assert "KeyError: 'the first'" in job_log
+    assert "ScriptError: the second" in job_log
+
+
+def assert_only_job_1_failed(run: Sweep) -> dict[str, object]:
+    jobs = run.jobs()
+    assert [job["status"] for job in jobs] == ["COMPLETED", "FAILED", "COMPLETED"], run.output
+    assert [job["text"] for job in jobs[::2]] == ["42", "42"]
+    assert run.status == 1, run.output
+    return jobs[1]
+
+
+def test_values_of_rank_0(sweep: Run) -> None:
+    """Rank 0's value comes back as it is, or its job says which type cannot be sent; the rank that
+    raised is the cause, not the one that lost its connection by it.
+    """
+    faults = "sys_exit_0,tensor,not_a_number,large,unpicklable_value,raise_in_collective"
+    run = sweep("faults.py", f"fault={faults}", "at_rank=0", "at_job=all", QUICK).wait()
+    nothing, tensor, number, large, lock, collective = run.jobs()
+    assert (nothing["type"], nothing["status"]) == ("NoneType", "COMPLETED"), run.output
+    assert (tensor["type"], tensor["text"]) == ("Tensor", "tensor([0, 1, 2])")
+    assert (number["type"], number["text"]) == ("float", "nan")
+    assert large["size"] == 200_000_000
+    assert (lock["status"], lock["type"]) == ("FAILED", "UnsendableValueError")
+    assert "of type _thread.lock" in str(lock["text"])
+    assert "raised while the others wait" in str(collective["text"])
+
+
+@pytest.mark.parametrize("kind", ["agent", "keeper"])
+def test_killed_process_of_a_job(sweep: Run, kind: str) -> None:
+    """When the agent or the keeper of a job is killed, that job fails and names it."""
+    run = sweep("faults.py", "fault=wait", THREE_JOBS, QUICK)
+    run.await_file("1/started.*", 2)
+    send(run.processes(kind)[0])
+    job = assert_only_job_1_failed(run.wait())
+    assert f"{kind} process" in str(job["text"])
+    assert "SIGKILL" in str(job["text"])
+
+
+def test_killed_server(sweep: Run) -> None:
+    """When the server is killed, its running job goes on, and the next one gets another server."""
+    run = sweep("faults.py", "fault=ignores_sigterm", THREE_JOBS, QUICK, "at_job=0", "at_rank=0")
+    run.await_file("0/ignoring.*", 1)
+    send(run.processes("server")[0])
+    run.wait()
+    jobs = run.jobs()
+    assert [job["status"] for job in jobs] == ["FAILED", "COMPLETED", "COMPLETED"], run.output
+    assert jobs[0]["type"] == "ScriptError"
+
+
+def test_killed_launching_process(sweep: Run) -> None:
+    """When the launching process is killed, everything it started ends by itself."""
+    run = sweep("faults.py", "fault=wait", THREE_JOBS, QUICK)
+    run.await_file("1/started.*", 2)
+    send(run.popen)
+    assert run.wait().status == -signal.SIGKILL
+    assert len(run.jobs()) == 1
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signal_stops_job_and_sweep(sweep: Run, signum: int) -> None:
+    """A signal in job 2 of 5 ends it as failed, callbacks included, and the rest of the sweep; the
+    process dies by that signal.
+    """
+    run = sweep("faults.py", "fault=wait", "point=0,1,2,3,4", QUICK)
+    run.await_file("1/started.*", 2)
+    send(run.popen, signum)
+    assert run.wait().status == -signum, run.output
+    jobs = run.jobs()
+    assert [job["status"] for job in jobs] == ["COMPLETED", "FAILED"], run.output
+    assert signal.Signals(signum).name in jobs[1]["text"]
+    assert not (run.directory / "2").exists()
+
+
+def test_second_signal_kills(sweep: Run) -> None:
+    """A second Ctrl-C does not wait for ranks that ignore the first."""
+    run = sweep("faults.py", "fault=ignores_all", THREE_JOBS, "hydra.launcher.shutdown_timeout=1000")
+    run.await_file("1/ignoring.*", 2)
+    send(run.popen, signal.SIGINT)
+    run.await_text("stopping on SIGINT")
+    send(run.popen, signal.SIGINT)
+    assert run.wait().status == -signal.SIGINT, run.output
+
+
+def test_stubborn_ranks_are_killed(sweep: Run) -> None:
+    """Ranks that ignore the signal are killed after `shutdown_timeout`."""
+    run = sweep("faults.py", "fault=ignores_all", THREE_JOBS, QUICK)
+    run.await_file("1/ignoring.*", 2)
+    send(run.popen, signal.SIGTERM)
+    assert run.wait().status == -signal.SIGTERM, run.output
+
+
+def test_ignored_hangup_stays_ignored(sweep: Run) -> None:
+    """Under nohup a hang-up stops nothing."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        run = sweep("faults.py", "fault=ignores_sigterm", THREE_JOBS, QUICK)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    run.await_file("0/started.*", 2)
+    send(run.popen, signal.SIGHUP)
+    assert len(run.wait().jobs()) == 3, run.output
