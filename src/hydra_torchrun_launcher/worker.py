@@ -111,6 +111,10 @@ def _freshen() -> None:
         # state is the script's own, on purpose.
         multiprocessing.process._children.clear()  # type: ignore[attr-defined] # noqa: SLF001
         atexit._clear()  # noqa: SLF001 - no public way to drop inherited handlers
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        if "torch" in sys.modules and threads.isdecimal():
+            # Its OpenMP read the variable when it was loaded, before it was set for the ranks.
+            sys.modules["torch"].set_num_threads(int(threads))
         return
     # Python seeds its own generator anew in a forked child; these libraries do not.
     if "torch" in sys.modules:

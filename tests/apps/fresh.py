@@ -1,0 +1,103 @@
+"""An app whose ranks write down what they are and what they see."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import hydra
+import numpy as np
+import torch
+import torch.backends.cudnn
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from torch.utils.data import DataLoader
+
+log = logging.getLogger(__name__)
+torch.backends.cudnn.benchmark = False
+LOCK = threading.Lock()
+AT_IMPORT = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "SET_BY_JOB", "OF_THE_JOB")}
+
+OmegaConf.register_new_resolver("from_script", lambda number: int(number) * 2)
+OmegaConf.register_new_resolver("cached_in_script", time.monotonic_ns, use_cache=True)
+
+
+class Color(Enum):
+    RED = 1
+
+
+@dataclass
+class Size:
+    width: int = 3
+    color: Color = Color.RED
+
+
+ConfigStore.instance().store(name="size", group="size", node=Size)
+
+
+def exit_note(path: Path) -> None:
+    path.with_suffix(".exited").touch()
+
+
+@hydra.main(version_base="1.3", config_path=".", config_name="fresh")
+def main(cfg: DictConfig) -> Any:
+    output = Path(HydraConfig.get().runtime.output_dir)
+    path = output / f"rank{os.environ['RANK']}.json"
+    atexit.register(exit_note, path)
+    threading.Thread(target=lambda: (time.sleep(0.2), path.with_suffix(".joined").touch())).start()
+    log.info("told by rank %s", os.environ["RANK"])
+    print("printed by rank", os.environ["RANK"])
+    size = OmegaConf.to_object(cfg.size)
+    with LOCK:
+        record = {
+            "env": {k: v for k, v in os.environ.items() if k.isupper()},
+            "at_import": AT_IMPORT,
+            "argv": sys.argv,
+            "path": sys.path,
+            "stdin": sys.stdin.read(),
+            "cwd": os.getcwd(),
+            "start_method": multiprocessing.get_start_method(allow_none=True),
+            "parent": multiprocessing.parent_process() is None,
+            "process": multiprocessing.current_process().name,
+            "children": len(multiprocessing.active_children()),
+            "threads": threading.active_count(),
+            "session": os.getsid(0) == os.getpid(),
+            "term": str(signal.getsignal(signal.SIGTERM)),
+            "interrupt": str(signal.getsignal(signal.SIGINT)),
+            "child_signal": str(signal.getsignal(signal.SIGCHLD)),
+            "numpy": float(np.random.rand()),  # noqa: NPY002
+            "python": random.random(),  # noqa: S311
+            "torch": torch.rand(1).item(),
+            "torch_threads": torch.get_num_threads(),
+            "main_name": sys.modules["__main__"].__dict__.get("__name__"),
+            "moment": cfg.moment,
+            "again": cfg.again,
+            "late": cfg.late,
+            "mine": cfg.mine,
+            "once": cfg.once,
+            "size_is_ours": isinstance(size, Size) and size.color is Color.RED,
+            "num": HydraConfig.get().job.num,
+            "output_dir": HydraConfig.get().runtime.output_dir,
+            "fds": sorted(os.listdir("/proc/self/fd")),
+            "loaded": list(DataLoader([1, 2, 3], num_workers=1, collate_fn=lambda items: items)),
+            "pid": os.getpid(),
+        }
+    path.write_text(json.dumps(record))
+    return record["moment"]
+
+
+if __name__ == "__main__":
+    main()
