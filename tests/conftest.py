@@ -108,7 +108,9 @@ class Sweep:
 
     def processes(self, kind: str) -> list[psutil.Process]:
         """Return its processes of a kind: server, keeper, agent or ranks."""
-        server = [p for p in psutil.Process(self.popen.pid).children() if "servers" in str(p.cmdline())]
+        server = [
+            p for p in psutil.Process(self.popen.pid).children() if "servers" in str(p.cmdline())
+        ]
         keepers = [child for p in server for child in p.children()]
         below = [child for p in keepers for child in p.children()]
         below.sort(key=lambda p: p.pid)
@@ -129,9 +131,11 @@ def start_sweep(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
 
 def _sweeps(folder: Path) -> Iterator[Callable[..., Sweep]]:
     runs: list[Sweep] = []
-    shm_before = set(os.listdir("/dev/shm"))  # noqa: PTH208
+    shm_before = set(os.listdir("/dev/shm"))
 
-    def run(app: str, *overrides: str, environ: dict[str, str] | None = None, nproc: int = 2) -> Sweep:
+    def run(
+        app: str, *overrides: str, environ: dict[str, str] | None = None, nproc: int = 2
+    ) -> Sweep:
         runs.append(_start(folder / f"run{len(runs)}", app, overrides, environ or {}, nproc))
         return runs[-1]
 
@@ -143,8 +147,8 @@ def _sweeps(folder: Path) -> Iterator[Callable[..., Sweep]]:
         left = leftovers(one.marker)
         one.kill()
         assert not left, f"left alive: {left}"
-        assert not os.listdir(one.directory / "tmp"), "temporary files left"  # noqa: PTH208
-    assert set(os.listdir("/dev/shm")) <= shm_before, "shared memory left"  # noqa: PTH208
+        assert not os.listdir(one.directory / "tmp"), "temporary files left"
+    assert set(os.listdir("/dev/shm")) <= shm_before, "shared memory left"
 
 
 def _start(

@@ -34,7 +34,10 @@ FAILING = {
     "abort": ("RankFailedError", "SIGABRT"),
     "SIGKILL": ("RankFailedError", "SIGKILL (often"),
     "SIGSEGV": ("RankFailedError", "SIGSEGV"),
-    "crash_at_exit": ("RankFailedError", "finished the task function and then was killed by SIGSEGV"),
+    "crash_at_exit": (
+        "RankFailedError",
+        "finished the task function and then was killed by SIGSEGV",
+    ),
 }
 FINE = ("none", "sys_exit_0", "hang_at_exit", "child")
 
@@ -66,7 +69,9 @@ def test_failing_rank(matrix: Sweep, fault: str) -> None:
     if sys.version_info >= (3, 11) or kind == "RankFailedError":
         assert f"rank {failed_rank} (local rank {failed_rank} on" in place
         assert "attempt 0; log: " in place
-    console = [line for line in matrix.output.splitlines() if f"Job #{job['number']} failed: rank" in line]
+    console = [
+        line for line in matrix.output.splitlines() if f"Job #{job['number']} failed: rank" in line
+    ]
     assert len(console) == 1
 
 
@@ -172,7 +177,9 @@ def test_signal_stops_job_and_sweep(sweep: Run, signum: int) -> None:
 
 def test_second_signal_kills(sweep: Run) -> None:
     """A second Ctrl-C does not wait for ranks that ignore the first."""
-    run = sweep("faults.py", "fault=ignores_all", THREE_JOBS, "hydra.launcher.shutdown_timeout=1000")
+    run = sweep(
+        "faults.py", "fault=ignores_all", THREE_JOBS, "hydra.launcher.shutdown_timeout=1000"
+    )
     run.await_file("1/ignoring.*", 2)
     send(run.popen, signal.SIGINT)
     run.await_text("stopping on SIGINT")

@@ -57,7 +57,12 @@ def test_environment_is_there_at_import(fresh: Sweep) -> None:
     if str(fresh.popen.args[-1]).endswith("=fork"):
         pytest.skip("under fork the script was imported by the launching process, on purpose")
     for number, rank in enumerate(ranks(fresh, 1)):
-        expected = {"RANK": str(number), "LOCAL_RANK": str(number), "SET_BY_JOB": "yes", "OF_THE_JOB": "1"}
+        expected = {
+            "RANK": str(number),
+            "LOCAL_RANK": str(number),
+            "SET_BY_JOB": "yes",
+            "OF_THE_JOB": "1",
+        }
         assert rank["at_import"] == expected
 
 
@@ -103,7 +108,7 @@ def test_config(fresh: Sweep) -> None:
     assert first["moment"] == first["again"]
     assert first["mine"] == 6
     assert [first["late"], second["late"]] == ["0", "1"]
-    assert first["size_is_ours"] and second["size_is_ours"]
+    assert (first["size_is_ours"], second["size_is_ours"]) == (True, True)
     assert [rank["num"] for rank in (first, *ranks(fresh, 1))] == [0, 1, 1]
     assert first["output_dir"] == str(fresh.directory / "0")
 
@@ -135,5 +140,7 @@ def test_module_with_relative_imports(sweep: Run, method: str) -> None:
 
 def test_task_function_of_another_module(sweep: Run) -> None:
     """A task function that stands in an importable module runs from there."""
-    run = sweep("borrowed.py", "+x=1,2", "+hydra.callbacks={recorder: {_target_: recorder.Recorder}}").wait()
+    run = sweep(
+        "borrowed.py", "+x=1,2", "+hydra.callbacks={recorder: {_target_: recorder.Recorder}}"
+    ).wait()
     assert [job["text"] for job in run.jobs()] == ["2", "3"], run.output

@@ -17,7 +17,7 @@ import uuid
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import (
@@ -73,7 +73,7 @@ def _launch(settings: dict[str, Any], keeper: _Keeper) -> dict[str, Any]:
     rendezvous_handler_registry.register(_BACKEND, _OneNode)
     # The one seam: LocalElasticAgent starts ranks by this module-level name, whatever LaunchConfig
     # says. The base class of what it makes is public (PContext). test_agent.py fails if it moves.
-    local_elastic_agent.start_processes = keeper.start_processes  # type: ignore[assignment]
+    local_elastic_agent.start_processes = keeper.start_processes  # type: ignore[attr-defined,assignment]
     try:
         elastic_launch(_launch_config(settings), _task)()
     except ChildFailedError:
@@ -183,7 +183,9 @@ class _RankLogs(LogsSpecs):
         for local_rank, env in envs.items():
             folder = self._folders.rank(int(env["TORCHELASTIC_RESTART_COUNT"]), local_rank)
             folder.mkdir(parents=True, exist_ok=True)
-            env["TORCHELASTIC_ERROR_FILE"] = destination.error_files[local_rank] = str(folder / ERROR)
+            env["TORCHELASTIC_ERROR_FILE"] = destination.error_files[local_rank] = str(
+                folder / ERROR
+            )
             for stream, name, to_file, to_both in (
                 (_OUT, STDOUT, destination.stdouts, destination.tee_stdouts),
                 (_ERR, STDERR, destination.stderrs, destination.tee_stderrs),
@@ -318,4 +320,3 @@ class _Ranks(PContext):
         del timeout
         if not self._keeper.finished:
             self._keeper.stop(int(death_sig))
-

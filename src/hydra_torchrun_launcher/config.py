@@ -15,8 +15,7 @@ from typing import Any
 
 from hydra_torchrun_launcher.errors import SettingsError
 
-_STREAMS = re.compile(r"[0-3]")
-_STREAMS_BY_RANK = re.compile(r"\d+:[0-3](,\d+:[0-3])*")
+_STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 _RANKS = re.compile(r"\d+(,\d+)*")
 _DEFAULT_SHUTDOWN_TIMEOUT_S = 30
 
@@ -66,7 +65,7 @@ class TorchrunConf:
     """forkserver, spawn or fork."""
 
     preload: list[str] = field(default_factory=list)
-    """Modules that the fork server imports besides torch; for heavy libraries, not your own code."""
+    """Modules that the fork server imports besides torch: heavy libraries, not your own code."""
 
     log_dir: str | None = None
     """Folder for the ranks' output, a subfolder per job. Null: `ranks` in the job's output
@@ -124,32 +123,40 @@ def check(raw: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
     Raises:
         SettingsError: names every setting that cannot work, its value and what is allowed.
     """
-    problems: list[str] = []
-
-    def bad(name: str, allowed: str) -> None:
-        problems.append(f"hydra.launcher.{name}={raw[name]!r}: expected {allowed}")
-
-    if raw["max_restarts"] < 0:
-        bad("max_restarts", "a number from 0")
-    if not raw["monitor_interval"] > 0:
-        bad("monitor_interval", "seconds above 0")
-    if raw["local_ranks_filter"] and not _RANKS.fullmatch(raw["local_ranks_filter"]):
-        bad("local_ranks_filter", "local ranks separated by commas, or nothing for all")
-    for name in ("redirects", "tee"):
-        if not (_STREAMS.fullmatch(raw[name]) or _STREAMS_BY_RANK.fullmatch(raw[name])):
-            bad(name, "0, 1, 2 or 3, or local ranks with one of them each, as in 0:3,12:1")
-    signals = tuple(name.strip() for name in raw["signals_to_handle"].split(",") if name.strip())
-    if not all(name in signal.Signals.__members__ for name in signals):
-        bad("signals_to_handle", "names of signals separated by commas, as in SIGTERM,SIGINT")
     nproc = _nproc(raw["nproc_per_node"])
-    if nproc is None:
-        bad("nproc_per_node", "a number from 1, or gpu, cpu or auto")
     timeout_s = _shutdown_timeout_s(raw["shutdown_timeout"], environ)
-    if timeout_s is None or timeout_s < 0:
-        bad("shutdown_timeout", "whole seconds from 0, here or in TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    signals = tuple(name.strip() for name in raw["signals_to_handle"].split(",") if name.strip())
+    ranks = raw["local_ranks_filter"]
+    streams = "0, 1, 2 or 3, or local ranks with one of them each, as in 0:3,12:1"
+    rules = [
+        ("nproc_per_node", nproc is not None, "a number from 1, or gpu, cpu or auto"),
+        ("max_restarts", raw["max_restarts"] >= 0, "a number from 0"),
+        ("monitor_interval", raw["monitor_interval"] > 0, "seconds above 0"),
+        (
+            "signals_to_handle",
+            all(name in signal.Signals.__members__ for name in signals),
+            "names of signals separated by commas, as in SIGTERM,SIGINT",
+        ),
+        (
+            "shutdown_timeout",
+            timeout_s is not None and timeout_s >= 0,
+            "whole seconds from 0, here or in TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+        ),
+        ("redirects", _STREAMS.fullmatch(raw["redirects"]), streams),
+        ("tee", _STREAMS.fullmatch(raw["tee"]), streams),
+        (
+            "local_ranks_filter",
+            not ranks or _RANKS.fullmatch(ranks),
+            "local ranks separated by commas, or nothing for all",
+        ),
+    ]
+    problems = [
+        f"hydra.launcher.{name}={raw[name]!r}: expected {allowed}"
+        for name, right, allowed in rules
+        if not right
+    ]
     if problems or nproc is None or timeout_s is None:
         raise SettingsError(problems)
-    ranks = raw["local_ranks_filter"]
     return Settings(
         nproc_per_node=nproc,
         max_restarts=raw["max_restarts"],
@@ -197,7 +204,9 @@ def cpu_cores() -> int:
     `os.cpu_count()`, which torchrun uses, sees neither; in a container with a quota of two cores
     on a large host it would start a rank for each core of the host.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     try:
         with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
             quota, period = file.read().split()

@@ -110,5 +110,7 @@ def describe_exit(code: int) -> str:
     if code > 0:
         return f"left with status {code}"
     name = signal.Signals(-code).name
-    hint = " (often the kernel's answer to running out of memory)" if -code == signal.SIGKILL else ""
+    hint = (
+        " (often the kernel's answer to running out of memory)" if -code == signal.SIGKILL else ""
+    )
     return f"was killed by {name}{hint}"

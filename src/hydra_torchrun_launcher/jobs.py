@@ -5,6 +5,7 @@ Runs in the launching process, which watches its jobs with one selector.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import selectors
@@ -22,7 +23,12 @@ from omegaconf import OmegaConf, open_dict
 from hydra_torchrun_launcher import config as settings_of
 from hydra_torchrun_launcher import worker
 from hydra_torchrun_launcher.config import Settings, StartMethod
-from hydra_torchrun_launcher.errors import JobStoppedError, SettingsError, StartError
+from hydra_torchrun_launcher.errors import (
+    JobStoppedError,
+    LauncherError,
+    SettingsError,
+    StartError,
+)
 from hydra_torchrun_launcher.hydra_job import HydraJob
 from hydra_torchrun_launcher.job_files import RankFolders
 from hydra_torchrun_launcher.outcomes import Failure, describe, load_value
@@ -30,7 +36,6 @@ from hydra_torchrun_launcher.payload import MAIN, Program, Work, pack
 from hydra_torchrun_launcher.servers import Pool, Server
 from hydra_torchrun_launcher.signals import SignalWatch
 from hydra_torchrun_launcher.wire import (
-    Channel,
     Closed,
     Fd,
     anonymous_file,
@@ -44,14 +49,18 @@ log = logging.getLogger(__name__)
 class Runner:
     """Runs the batches of jobs that a sweeper hands to its launcher."""
 
-    def __init__(
-        self, context: HydraContext, task_function: TaskFunction, config: Any
-    ) -> None:
+    def __init__(self, context: HydraContext, task_function: TaskFunction, config: Any) -> None:
         """Check the settings and start a server, which imports torch while the sweeper prepares.
 
         Raises:
             SettingsError: settings cannot work.
+            StartError: torch is not installed.
         """
+        if importlib.util.find_spec("torch") is None:
+            problem = (
+                f"torch is not installed for {sys.executable}; hydra/launcher=torchrun needs it"
+            )
+            raise StartError(problem)
         self._context = context
         self._task_function = task_function
         self._config = config
@@ -113,7 +122,7 @@ class Runner:
             run = self._start(number, job, work, settings, watch)
             run.watch(watch)
             value, error = run.result()
-        except StartError as problem:
+        except LauncherError as problem:
             value, error = None, problem
             log.error("Job #%d: %s", number, problem)  # noqa: TRY400 - a sentence is enough
         try:
@@ -128,7 +137,9 @@ class Runner:
         environ = _with_thread_limit(job.environ, nproc)
         program = Program.of_this_process()
         root = os.path.join(settings.log_dir, str(number)) if settings.log_dir else ""
-        folders = RankFolders.next_free(os.path.abspath(root or os.path.join(job.output_dir, "ranks")))
+        folders = RankFolders.next_free(
+            os.path.abspath(root or os.path.join(job.output_dir, "ranks"))
+        )
         plan = {
             "environ": environ,
             "cwd": job.working_dir,
@@ -138,10 +149,8 @@ class Runner:
             "agent": _agent_plan(settings, nproc, folders),
         }
         fork = settings.start_method is StartMethod.fork
-        if fork:
-            server = _fork_server(work, watch)
-        else:
-            server = self._pool.get(environ, settings.preload)
+        get = self._pool.get
+        server = _fork_server(work, watch) if fork else get(environ, settings.preload)
         document = anonymous_file("plan")
         write_document(document.fileno(), plan, b"" if fork else pack(work, program))
         return JobRun(number, server, document, folders, owns_server=fork)
@@ -154,9 +163,12 @@ class Runner:
         if wanted == "cpu":
             return settings_of.cpu_cores()
         if self._accelerators is None:
-            self._accelerators = self._pool.get(environ, settings.preload).ask("count")
+            server = self._pool.get(_with_thread_limit(environ, wanted), settings.preload)
+            self._accelerators = server.ask("count")
         if wanted == "gpu" and not self._accelerators["gpus"]:
-            problem = "hydra.launcher.nproc_per_node='gpu': torch sees no GPU here; use cpu or a number"
+            problem = (
+                "hydra.launcher.nproc_per_node='gpu': torch sees no GPU here; use cpu or a number"
+            )
             raise SettingsError([problem])
         found = self._accelerators["gpus" if wanted == "gpu" else "accelerators"]
         return found or settings_of.cpu_cores()

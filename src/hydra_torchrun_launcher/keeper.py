@@ -243,12 +243,14 @@ class Keeper:
         return None
 
     def _become_rank(self, order: dict[str, Any], outcome: Fd) -> None:
-        start = worker.RankStart(order["local_rank"], outcome, self._notes_end)
+        start = worker.RankStart(outcome, self._notes_end, bool(order["stderr"]))
         close_all_but([outcome, self._notes_end, self._document, *self._streams])
         os.setsid()  # as torchrun's: a rank leads its own session
         for number, stream in enumerate(self._streams):
             name = (None, order["stdout"], order["stderr"])[number]
-            log = Fd(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)) if name else stream
+            log = (
+                Fd(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)) if name else stream
+            )
             os.dup2(log.fileno(), number)
         environ = {**self._plan["environ"], **order["env"]}
         os.chdir(self._plan["cwd"])

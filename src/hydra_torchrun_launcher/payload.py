@@ -112,7 +112,10 @@ class _Reference:
 
     @classmethod
     def to(cls, function: Callable[..., Any]) -> _Reference | None:
-        module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+        module, qualname = (
+            getattr(function, "__module__", None),
+            getattr(function, "__qualname__", ""),
+        )
         found = _resolve(module, qualname)
         for depth in range(16):  # more decorators than that is a cycle
             if found is function:
@@ -135,7 +138,7 @@ def _resolve(module: str | None, qualname: str) -> Any:
     return found
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] - cloudpickle has no types
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles named functions and classes by reference and nameless functions with their code.
 
     cloudpickle by value copies the module globals that a function uses, which fails for a script

@@ -69,7 +69,7 @@ def kill_group(pid: int, signum: int) -> None:
         os.killpg(pid, signum)
 
 
-def children(recursive: bool) -> list[int]:
+def children(*, recursive: bool) -> list[int]:
     """Return the pids of this process's children, or of all its descendants."""
     return [child.pid for child in psutil.Process().children(recursive=recursive)]
 

@@ -30,7 +30,7 @@ def apply(job_logging: Any, verbose: Any, whitelist: Any, global_rank: int = 0) 
                     handler["mode"] = "a" + handler["mode"][1:]
         job_logging = OmegaConf.create(plain, flags={"allow_objects": True})
     if "execution_whitelist" in inspect.signature(configure_log).parameters:  # hydra-core >= 1.4
-        configure_log(job_logging, verbose, execution_whitelist=whitelist)
+        configure_log(job_logging, verbose, execution_whitelist=whitelist)  # type: ignore[call-arg,unused-ignore]
     else:
         configure_log(job_logging, verbose)
 
@@ -38,4 +38,4 @@ def apply(job_logging: Any, verbose: Any, whitelist: Any, global_rank: int = 0) 
 def execution_whitelist(whitelist: Any) -> AbstractContextManager[Any]:
     """Return the context in which hydra-core 1.4 runs a task; 1.3 has none."""
     enter = getattr(hydra.utils, "execution_whitelist", None)
-    return nullcontext() if enter is None else enter(whitelist, reset=True)  # type: ignore[no-any-return]
+    return nullcontext() if enter is None else enter(whitelist, reset=True)

@@ -47,7 +47,11 @@ def boot(fd: int, parent_pid: int, preload: list[str], bound: bool) -> NoReturn:
 def _serve(channel: Channel, preload: list[str]) -> NoReturn:
     try:
         server = importlib.import_module("hydra_torchrun_launcher.server")
-        for name in ("hydra_torchrun_launcher.payload", "hydra_torchrun_launcher.rank_logging", *preload):
+        for name in (
+            "hydra_torchrun_launcher.payload",
+            "hydra_torchrun_launcher.rank_logging",
+            *preload,
+        ):
             importlib.import_module(name)
     except BaseException as error:  # noqa: BLE001 - reported where the user looks
         channel.send({"op": "broken", "message": f"{type(error).__name__}: {error}"})

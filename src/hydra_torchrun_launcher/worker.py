@@ -58,29 +58,30 @@ def read_notes(pipe: Fd) -> Iterator[Note]:
 class RankStart:
     """What a rank's process is given beyond its plan and its environment."""
 
-    local_rank: int
     outcome: Fd
     notes: Fd
+    stderr_is_a_file: bool
 
 
 def exec_rank(
     start: RankStart, document: Fd, environ: Mapping[str, str], path: list[str]
 ) -> NoReturn:
     """Replace this process by a new interpreter that becomes the rank (start method spawn)."""
-    fds = (start.local_rank, start.outcome.fileno(), start.notes.fileno(), document.fileno())
-    for fd in fds[1:]:
+    fds = (start.outcome.fileno(), start.notes.fileno(), document.fileno())
+    for fd in fds:
         os.set_inheritable(fd, True)
-    command = python_command(path, "hydra_torchrun_launcher.worker", "main", *fds)
+    arguments = (*fds, start.stderr_is_a_file)
+    command = python_command(path, "hydra_torchrun_launcher.worker", "main", *arguments)
     os.execve(command[0], command, dict(environ))  # noqa: S606 - our own interpreter
 
 
-def main(local_rank: int, outcome: int, notes: int, document: int) -> NoReturn:
+def main(outcome: int, notes: int, document: int, stderr_is_a_file: bool) -> NoReturn:  # noqa: FBT001
     """Be a rank that is an interpreter of its own."""
     for fd in (outcome, notes):
         os.set_inheritable(fd, False)
     plan, body = read_document(document)
     os.close(document)
-    run(RankStart(local_rank, Fd(outcome), Fd(notes)), plan["program"], body)
+    run(RankStart(Fd(outcome), Fd(notes), stderr_is_a_file), plan["program"], body)
 
 
 def run(start: RankStart, program: dict[str, Any], body: bytes) -> NoReturn:
@@ -98,9 +99,10 @@ def run(start: RankStart, program: dict[str, Any], body: bytes) -> NoReturn:
 def _freshen() -> None:
     """Give a forked process what a new interpreter has and the server's copy has not."""
     encoding, errors = sys.stdout.encoding, sys.stdout.errors
-    sys.stdin = sys.__stdin__ = open(0, closefd=False, encoding=encoding, errors=errors)  # noqa: SIM115, PTH123
+    sys.stdin = open(0, closefd=False, encoding=encoding, errors=errors)  # noqa: SIM115
+    sys.__stdin__ = sys.stdin  # type: ignore[misc]
     for number, name in ((1, "stdout"), (2, "stderr")):
-        raw = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115, PTH123
+        raw = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115
         lenient = "backslashreplace" if number == 2 else errors  # noqa: PLR2004
         # As `python -u`, which torchrun uses: what a killed rank printed is not lost.
         stream = io.TextIOWrapper(raw, encoding=encoding, errors=lenient, write_through=True)
@@ -146,7 +148,9 @@ def _run(program: dict[str, Any], body: bytes) -> _Ending:
             return _Ending()
         if not isinstance(leaving.code, int):
             print(leaving.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
-        return _Ending(error=leaving, exit_code=leaving.code if isinstance(leaving.code, int) else 1)
+        return _Ending(
+            error=leaving, exit_code=leaving.code if isinstance(leaving.code, int) else 1
+        )
     except BaseException as error:  # noqa: BLE001 - recorded
         return _Ending(error=error, exit_code=1)
 
@@ -162,7 +166,8 @@ def _record(start: RankStart, ending: _Ending) -> int:
     header: dict[str, Any] = {"status": "completed", "exit": ending.exit_code}
     if ending.error is not None:
         header, body = _describe(ending)
-        sys.stderr.write(header["traceback"])
+        if start.stderr_is_a_file:  # on the console the launching process says it
+            sys.stderr.write(header["traceback"])
     write_document(start.outcome.fileno(), header, body)
     status = _COMPLETED if ending.error is None else _FAILED
     os.write(start.notes.fileno(), _NOTE.pack(os.getpid(), status, ending.exit_code))
@@ -253,9 +258,9 @@ def _write_error_file(header: dict[str, Any]) -> None:
     info = {"py_callstack": header["traceback"], "timestamp": str(int(time.time()))}
     message = {"message": f"{header['type']}: {header['message']}", "extraInfo": info}
     try:
-        with open(name + ".tmp", "w", encoding="utf-8", errors="backslashreplace") as file:  # noqa: PTH123
+        with open(name + ".tmp", "w", encoding="utf-8", errors="backslashreplace") as file:
             json.dump({"message": message}, file)
-        os.replace(name + ".tmp", name)  # noqa: PTH105
+        os.replace(name + ".tmp", name)
     except OSError as error:
         sys.stderr.write(f"{name}: {error}\n")
 
