@@ -10,14 +10,11 @@ import dataclasses
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 import uuid
-from datetime import timedelta
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import (
@@ -28,18 +25,14 @@ from torch.distributed.elastic.multiprocessing.api import (
 )
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hydra_torchrun_launcher.job_files import ERROR, STDERR, STDOUT, RankFolders
+from hydra_torchrun_launcher.rendezvous import BACKEND, OneNode
 from hydra_torchrun_launcher.wire import Channel, Closed
 
-_BACKEND = "hydra_torchrun_one_node"
 _KEEPER_ANSWERS_S = 30
 """Bound on the keeper's answers beyond the time that ranks have to leave."""
 _OUT, _ERR = 1, 2
@@ -70,7 +63,7 @@ def _launch(settings: dict[str, Any], keeper: _Keeper) -> dict[str, Any]:
         known = ", ".join(sorted(f.name for f in dataclasses.fields(LaunchConfig)))
         message = f"hydra.launcher.extra: {', '.join(unknown)}: the installed torch's LaunchConfig "
         return {"state": "refused", "message": f"{message}has no such field; it has {known}"}
-    rendezvous_handler_registry.register(_BACKEND, _OneNode)
+    rendezvous_handler_registry.register(BACKEND, OneNode)
     # The one seam: LocalElasticAgent starts ranks by this module-level name, whatever LaunchConfig
     # says. The base class of what it makes is public (PContext). test_agent.py fails if it moves.
     local_elastic_agent.start_processes = keeper.start_processes  # type: ignore[attr-defined,assignment]
@@ -100,7 +93,7 @@ def _launch_config(settings: dict[str, Any]) -> LaunchConfig:
         "logs_specs": _RankLogs(settings),
         "run_id": uuid.uuid4().hex,
         "role": settings["role"],
-        "rdzv_backend": _BACKEND,
+        "rdzv_backend": BACKEND,
         "rdzv_configs": {},
         "max_restarts": settings["max_restarts"],
         # Elastic sleeps this long before each look at the ranks; the wait is in the look itself.
@@ -111,57 +104,6 @@ def _launch_config(settings: dict[str, Any]) -> LaunchConfig:
     }
     fields = {field.name for field in dataclasses.fields(LaunchConfig)}
     return LaunchConfig(**{name: value for name, value in wanted.items() if name in fields})
-
-
-class _OneNode(RendezvousHandler):
-    """Rendezvous of one node with itself: a new store for every attempt, on loopback only.
-
-    A store must not outlive an attempt: ranks put no attempt into their keys, so that gloo would
-    read a dead rank's address. And c10d's rendezvous sleeps up to 0.3 s before its first round.
-    """
-
-    def __init__(self, parameters: RendezvousParameters) -> None:
-        self._run_id = parameters.run_id
-        self._store: TCPStore | None = None
-
-    def get_backend(self) -> str:
-        return _BACKEND
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        self._store = None
-        # TCPStore by itself listens on every interface; a socket handed to it keeps it local, and
-        # binding port 0 leaves no moment in which another process can take the port.
-        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        port = listener.getsockname()[1]
-        self._store = TCPStore(
-            "127.0.0.1",
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=300),
-            master_listen_fd=listener.detach(),
-        )
-        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo("127.0.0.1", port))
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        self._store = None
-        return True
 
 
 class _RankLogs(LogsSpecs):

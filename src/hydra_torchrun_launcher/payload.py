@@ -12,7 +12,6 @@ import importlib.util
 import inspect
 import io
 import logging
-import marshal
 import os
 import pickle
 import sys
@@ -21,13 +20,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import cloudpickle
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobRuntime, setup_globals
 from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
 
 from hydra_torchrun_launcher.errors import TransportError
+from hydra_torchrun_launcher.pickling import dumps
 
 MAIN = "__mp_main__"
 """Name of the user's script in a rank, as multiprocessing's: `if __name__ == "__main__"` is
@@ -100,116 +99,6 @@ def _module_code(module: types.ModuleType, name: str) -> types.CodeType:
     module.__spec__, module.__loader__, module.__package__ = spec, spec.loader, spec.parent
     module.__file__ = spec.origin
     return code  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True)
-class _Reference:
-    """A function by its module, its name there, and its depth below decorators."""
-
-    module: str
-    qualname: str
-    depth: int
-
-    @classmethod
-    def to(cls, function: Callable[..., Any]) -> _Reference | None:
-        module, qualname = (
-            getattr(function, "__module__", None),
-            getattr(function, "__qualname__", ""),
-        )
-        found = _resolve(module, qualname)
-        for depth in range(16):  # more decorators than that is a cycle
-            if found is function:
-                return cls(str(module), qualname, depth)
-            found = getattr(found, "__wrapped__", None)
-        return None
-
-    def follow(self) -> Any:
-        importlib.import_module(self.module)
-        found = _resolve(self.module, self.qualname)
-        for _ in range(self.depth):
-            found = found.__wrapped__
-        return found
-
-
-def _resolve(module: str | None, qualname: str) -> Any:
-    found: Any = sys.modules.get(module or "")
-    for name in qualname.split("."):
-        found = getattr(found, name, None)
-    return found
-
-
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles named functions and classes by reference and nameless functions with their code.
-
-    cloudpickle by value copies the module globals that a function uses, which fails for a script
-    with `import torch.backends.cudnn`, and loses the file name that tracebacks show.
-    """
-
-    def __init__(self, file: io.BytesIO, *, main_is_importable: bool) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._main_is_importable = main_is_importable
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, types.FunctionType | type):
-            if obj.__module__ == "__main__" and not self._main_is_importable:
-                return super().reducer_override(obj)
-            reference = _Reference.to(obj)
-            if reference is not None:
-                # Depth 0 is what pickle itself does; the others it cannot find by their name.
-                return (_Reference.follow, (reference,)) if reference.depth else NotImplemented
-            if isinstance(obj, types.FunctionType) and obj.__module__ in sys.modules:
-                return _by_code(obj)
-        return super().reducer_override(obj)
-
-
-def _by_code(function: types.FunctionType) -> tuple[Any, ...]:
-    cells = len(function.__closure__ or ())
-    state = {
-        "cells": [_cell_content(cell) for cell in function.__closure__ or ()],
-        "defaults": function.__defaults__,
-        "kwdefaults": function.__kwdefaults__,
-        "dict": dict(function.__dict__),
-        "qualname": function.__qualname__,
-        "doc": function.__doc__,
-        "annotations": function.__annotations__,
-    }
-    made_from = (marshal.dumps(function.__code__), function.__module__, function.__name__, cells)
-    return (_function, made_from, state, None, None, _fill_function)
-
-
-_EMPTY = "__empty_cell__"
-
-
-def _cell_content(cell: types.CellType) -> Any:
-    try:
-        return (cell.cell_contents,)
-    except ValueError:
-        return _EMPTY
-
-
-def _function(code: bytes, module: str, name: str, cells: int) -> types.FunctionType:
-    scope = importlib.import_module(module).__dict__
-    closure = tuple(types.CellType() for _ in range(cells)) or None
-    return types.FunctionType(marshal.loads(code), scope, name, None, closure)  # noqa: S302
-
-
-def _fill_function(function: types.FunctionType, state: dict[str, Any]) -> None:
-    for cell, content in zip(function.__closure__ or (), state["cells"], strict=True):
-        if content != _EMPTY:
-            cell.cell_contents = content[0]
-    function.__defaults__ = state["defaults"]
-    function.__kwdefaults__ = state["kwdefaults"]
-    function.__dict__.update(state["dict"])
-    function.__qualname__ = state["qualname"]
-    function.__doc__ = state["doc"]
-    function.__annotations__ = state["annotations"]
-
-
-def dumps(obj: Any, *, main_is_importable: bool = True) -> bytes:
-    """Pickle for another process that runs the same program."""
-    file = io.BytesIO()
-    _Pickler(file, main_is_importable=main_is_importable).dump(obj)
-    return file.getvalue()
 
 
 @dataclass

@@ -11,6 +11,7 @@ import json
 import multiprocessing.process
 import os
 import pickle
+import random
 import struct
 import sys
 import threading
@@ -27,8 +28,17 @@ from hydra_torchrun_launcher.wire import Fd, read_document, write_document
 _NOTE = struct.Struct("<iii")
 _COMPLETED, _FAILED = 1, 2
 
-inherited: Any = None
-"""The job's work, where this process was forked from the launching process (start method fork)."""
+
+@dataclass(frozen=True)
+class Inherited:
+    """A job's work, and the state of Python's random generator, which forking seeds anew."""
+
+    work: Any
+    random_state: Any
+
+
+inherited: Inherited | None = None
+"""Set where this process was forked from the launching process (start method fork)."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +122,7 @@ def _freshen() -> None:
         # The launching process's children and exit handlers are not this process's, and the random
         # state is the script's own, on purpose.
         multiprocessing.process._children.clear()  # type: ignore[attr-defined] # noqa: SLF001
+        random.setstate(inherited.random_state)
         atexit._clear()  # noqa: SLF001 - no public way to drop inherited handlers
         threads = os.environ.get("OMP_NUM_THREADS", "")
         if "torch" in sys.modules and threads.isdecimal():
@@ -138,7 +149,7 @@ def _run(program: dict[str, Any], body: bytes) -> _Ending:
     try:
         if inherited is None:
             payload.Program(**program).enter()
-        work: payload.Work = inherited or pickle.loads(body)  # noqa: S301 - from our own process
+        work: payload.Work = inherited.work if inherited else pickle.loads(body)  # noqa: S301
         payload.restore(work)
         rank_logging.configure(work, int(os.environ["RANK"]))
         with rank_logging.execution_whitelist(work.execution_whitelist):
@@ -183,9 +194,9 @@ def _unsendable(value: Any, error: Exception) -> UnsendableValueError:
 
 
 def _pickle_value(value: Any) -> bytes:
-    from hydra_torchrun_launcher import payload
+    from hydra_torchrun_launcher import pickling
 
-    return payload.dumps(_on_cpu(value))
+    return pickling.dumps(_on_cpu(value))
 
 
 def _on_cpu(value: Any) -> Any:
@@ -239,10 +250,10 @@ def _pickle_error(error: BaseException) -> bytes:
     """Pickle an exception with its traceback, causes and notes; check that it can be rebuilt."""
     from tblib import pickling_support
 
-    from hydra_torchrun_launcher import payload
+    from hydra_torchrun_launcher import pickling
 
     pickling_support.install(error)  # this process does nothing else any more
-    body = payload.dumps(error)
+    body = pickling.dumps(error)
     rebuilt = pickle.loads(body)  # noqa: S301 - our own
     if type(rebuilt) is not type(error):
         problem = f"it comes back as {type(rebuilt).__qualname__}"

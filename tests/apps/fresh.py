@@ -29,7 +29,10 @@ from torch.utils.data import DataLoader
 log = logging.getLogger(__name__)
 torch.backends.cudnn.benchmark = False
 LOCK = threading.Lock()
-AT_IMPORT = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "SET_BY_JOB", "OF_THE_JOB")}
+np.random.get_state()  # numpy makes its generator when it is first used
+AT_IMPORT = {
+    name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "SET_BY_JOB", "OF_THE_JOB")
+}
 
 OmegaConf.register_new_resolver("from_script", lambda number: int(number) * 2)
 OmegaConf.register_new_resolver("cached_in_script", time.monotonic_ns, use_cache=True)
@@ -79,7 +82,7 @@ def main(cfg: DictConfig) -> Any:
             "interrupt": str(signal.getsignal(signal.SIGINT)),
             "child_signal": str(signal.getsignal(signal.SIGCHLD)),
             "numpy": float(np.random.rand()),  # noqa: NPY002
-            "python": random.random(),  # noqa: S311
+            "python": random.random(),
             "torch": torch.rand(1).item(),
             "torch_threads": torch.get_num_threads(),
             "main_name": sys.modules["__main__"].__dict__.get("__name__"),

@@ -1,0 +1,152 @@
+"""One job's processes as the launching process sees them: handed to a server, followed, judged.
+
+Runs in the launching process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from hydra_torchrun_launcher.errors import JobStoppedError, StartError
+from hydra_torchrun_launcher.job_files import RankFolders
+from hydra_torchrun_launcher.outcomes import Failure, describe, load_value
+from hydra_torchrun_launcher.servers import Server
+from hydra_torchrun_launcher.signals import SignalWatch
+from hydra_torchrun_launcher.wire import Closed, Fd, channel_pair
+
+log = logging.getLogger(__name__)
+
+
+class JobRun:
+    """One job's processes, as the launching process sees them."""
+
+    def __init__(
+        self, number: int, server: Server, document: Fd, folders: RankFolders, *, owns_server: bool
+    ) -> None:
+        """Hand the job to its server."""
+        self._number = number
+        self._server = server
+        self._folders = folders
+        self._owns_server = owns_server
+        self._failures: list[Failure] = []
+        self._attempt = 0
+        self._done: dict[str, Any] | None = None
+        self._value: Fd | None = None
+        self._ended: dict[str, Any] | None = None
+        self._signals_sent = 0
+        self._job, keepers_end = channel_pair()
+        _flush()
+        null = Fd(os.open(os.devnull, os.O_RDWR))
+        streams = [number if _is_open(number) else null.fileno() for number in range(3)]
+        try:
+            fds = (keepers_end.fileno(), document.fileno(), *streams)
+            server.channel.send({"op": "job", "job": number}, fds)
+        except Closed as error:
+            problem = f"the launcher's server (pid {server.pid}) was lost"
+            raise StartError(problem) from error
+        finally:
+            keepers_end.close()
+            document.close()
+
+    def watch(self, watch: SignalWatch) -> None:
+        """Follow the job until nothing of it is left."""
+        handlers: dict[Any, Callable[[], None]] = {
+            watch: watch.drain,
+            self._job: self._hear_keeper,
+            self._server.channel: self._hear_server,
+        }
+        while self._job.fileno() >= 0 or not (self._ended or self._server.dead):
+            self._pass_on(watch)
+            with selectors.DefaultSelector() as selector:
+                for source in handlers:
+                    if source.fileno() >= 0:
+                        selector.register(source, selectors.EVENT_READ)
+                ready = [key.fileobj for key, _ in selector.select()]
+            for source in ready:
+                handlers[source]()
+        if self._owns_server:
+            self._server.close()
+
+    def _pass_on(self, watch: SignalWatch) -> None:
+        """Hand signals on: the first asks the ranks to leave, a second kills them."""
+        while self._signals_sent < min(watch.count, 2) and self._job.fileno() >= 0:
+            self._signals_sent += 1
+            order: dict[str, Any] = {"op": "kill"}
+            if self._signals_sent == 1:
+                order = {"op": "stop", "signal": watch.received}
+                name = signal.Signals(watch.received or 0).name
+                log.warning("Job #%d: stopping on %s; a second signal kills it", self._number, name)
+            try:
+                self._job.send(order)
+            except Closed:
+                return
+
+    def _hear_server(self) -> None:
+        message = self._server.hear()
+        if message is not None and message["op"] == "ended" and message["job"] == self._number:
+            self._ended = message
+
+    def _hear_keeper(self) -> None:
+        try:
+            message, fds = self._job.receive()
+        except Closed:
+            self._job.close()
+            return
+        operation = message["op"]
+        if operation == "failed":
+            self._note_failure(Failure.read(message, fds[0], self._folders))
+        elif operation == "lingered":
+            log.warning(
+                "Job #%d: rank %d returned but did not leave in time (a thread or an exit handler "
+                "that does not end); it was killed", self._number, message["global_rank"],
+            )  # fmt: skip
+        elif operation == "done":
+            self._done = message
+            self._value = fds[0] if fds else None
+
+    def _note_failure(self, failure: Failure) -> None:
+        if failure.attempt != self._attempt:
+            self._attempt, self._failures = failure.attempt, []
+        self._failures.append(failure)
+        if len(self._failures) == 1:
+            log.error("Job #%d failed: %s", self._number, failure.report())
+        else:
+            log.error("Job #%d: also failed: %s", self._number, failure.line())
+
+    def result(self) -> tuple[Any, BaseException | None]:
+        """Return rank 0's value, or None and why the job failed."""
+        done = self._done or {"state": "keeper lost"}
+        state = done["state"]
+        if state == "succeeded" and self._value is not None:
+            return load_value(self._value)
+        if state == "stopped":
+            return None, JobStoppedError(done["signal"])
+        if state in ("refused", "broken"):
+            return None, self._log_start_error(done["message"])
+        if self._failures:
+            return None, self._failures[0].error(self._failures[1:])
+        return None, self._log_start_error(describe(state, done, self._ended))
+
+    def _log_start_error(self, message: str) -> StartError:
+        log.error("Job #%d failed: %s", self._number, message)
+        return StartError(message)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
