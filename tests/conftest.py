@@ -161,7 +161,7 @@ def _start(
         *(app.split() if app.startswith("-m ") else [str(APPS / app)]),
         "-m",
         "hydra/launcher=torchrun",
-        f"hydra.launcher.nproc_per_node={nproc}",
+        *([f"hydra.launcher.nproc_per_node={nproc}"] if nproc else ()),
         f"hydra.sweep.dir={directory}",
         *overrides,
     ]

@@ -4,12 +4,14 @@ named, the other jobs keep their results, and nothing is left.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
 
+import psutil
 import pytest
-from conftest import Sweep, send
+from conftest import APPS, Sweep, send
 
 Run = Callable[..., Sweep]
 THREE_JOBS = "point=0,1,2"
@@ -205,3 +207,69 @@ def test_ignored_hangup_stays_ignored(sweep: Run) -> None:
     run.await_file("0/started.*", 2)
     send(run.popen, signal.SIGHUP)
     assert len(run.wait().jobs()) == 3, run.output
+
+
+def test_orphans_of_keeper_without_server(sweep: Run) -> None:
+    """With server and keeper killed, the kernel ends agent and ranks."""
+    run = sweep("faults.py", "fault=wait", THREE_JOBS, QUICK)
+    run.await_file("1/started.*", 2)
+    keeper = run.processes("keeper")[0]
+    send(run.processes("server")[0])
+    send(keeper)
+    assert_only_job_1_failed(run.wait())
+
+
+def test_killed_keeper_leaves_no_grandchild(sweep: Run) -> None:
+    """What ranks had started is ended with them when their keeper is killed."""
+    run = sweep("faults.py", "fault=wait_with_child", THREE_JOBS, QUICK)
+    run.await_file("1/started.*", 2)
+    run.await_file("1/child.*", 2)
+    send(run.processes("keeper")[0])
+    assert_only_job_1_failed(run.wait())
+
+
+def test_launching_process_killed_early(sweep: Run) -> None:
+    """A server that is still importing ends with the launching process."""
+    run = sweep(
+        "faults.py", "hydra.launcher.preload=[never_loaded]", environ={"PYTHONPATH": str(APPS)}
+    )
+    run.await_file("loading")
+    send(run.popen)
+    run.wait()
+
+
+@pytest.mark.parametrize("nproc", ["2", "auto"])
+def test_interrupt_while_the_server_starts(sweep: Run, nproc: str) -> None:
+    """Ctrl-C works while torch is imported, also where the ranks wait to be counted."""
+    run = sweep(
+        "faults.py",
+        "hydra.launcher.preload=[never_loaded]",
+        f"hydra.launcher.nproc_per_node={nproc}",
+        environ={"PYTHONPATH": str(APPS)},
+        nproc=0,
+    )
+    run.await_text("#0 : ")
+    run.await_file("loading")
+    run.await_file("0/.hydra/overrides.yaml")
+    send(run.popen, signal.SIGINT)
+    assert run.wait().status == -signal.SIGINT, run.output
+
+
+def test_terminal_interrupt_reaches_one_process(sweep: Run) -> None:
+    """A terminal's Ctrl-C, which goes to the whole process group, is answered once, by us."""
+    run = sweep("faults.py", "fault=wait", THREE_JOBS, QUICK)
+    run.await_file("1/started.*", 2)
+    os.killpg(run.popen.pid, signal.SIGINT)
+    assert run.wait().status == -signal.SIGINT, run.output
+    assert "JobStoppedError" in [job["type"] for job in run.jobs()]
+
+
+def test_store_is_on_loopback_only(sweep: Run) -> None:
+    """The only port that a job opens cannot be reached from another machine."""
+    run = sweep("faults.py", "fault=wait", "at_job=0", QUICK)
+    run.await_file("0/started.*", 2)
+    agent = run.processes("agent")[0]
+    ports = [c.laddr.ip for c in agent.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    send(run.popen, signal.SIGTERM)
+    run.wait()
+    assert ports == ["127.0.0.1"]

@@ -67,9 +67,11 @@ class JobRun:
                 for source in handlers:
                     if source.fileno() >= 0:
                         selector.register(source, selectors.EVENT_READ)
-                ready = [key.fileobj for key, _ in selector.select()]
+                ready = [key.fileobj for key, _ in selector.select(self._server.start_s_left)]
             for source in ready:
                 handlers[source]()
+            if not ready and self._server.start_s_left == 0:
+                self._server.give_up()
         if self._owns_server:
             self._server.close()
 
@@ -77,6 +79,9 @@ class JobRun:
         """Hand signals on: the first asks the ranks to leave, a second kills them."""
         while self._signals_sent < min(watch.count, 2) and self._job.fileno() >= 0:
             self._signals_sent += 1
+            if not self._server.ready:  # it imports still: there may be nobody to hear the order
+                self._server.close()
+                self._done = {"state": "stopped", "signal": watch.received}
             order: dict[str, Any] = {"op": "kill"}
             if self._signals_sent == 1:
                 order = {"op": "stop", "signal": watch.received}

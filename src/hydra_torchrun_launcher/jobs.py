@@ -130,7 +130,7 @@ class Runner:
     def _start(
         self, number: int, job: HydraJob, work: Work, settings: Settings, watch: SignalWatch
     ) -> JobRun:
-        nproc = self._count(settings, job.environ)
+        nproc = self._count(settings, job.environ, watch)
         environ = _with_thread_limit(job.environ, nproc)
         program = Program.of_this_process()
         root = os.path.join(settings.log_dir, str(number)) if settings.log_dir else ""
@@ -152,7 +152,7 @@ class Runner:
         write_document(document.fileno(), plan, b"" if fork else pack(work, program))
         return JobRun(number, server, document, folders, owns_server=fork)
 
-    def _count(self, settings: Settings, environ: Mapping[str, str]) -> int:
+    def _count(self, settings: Settings, environ: Mapping[str, str], watch: SignalWatch) -> int:
         """Return the number of ranks, counting accelerators or cores where that is asked for."""
         wanted = settings.nproc_per_node
         if isinstance(wanted, int):
@@ -161,7 +161,7 @@ class Runner:
             return settings_of.cpu_cores()
         if self._accelerators is None:
             server = self._pool.get(_with_thread_limit(environ, wanted), settings.preload)
-            self._accelerators = server.ask("count")
+            self._accelerators = server.ask("count", watch)
         if wanted == "gpu" and not self._accelerators["gpus"]:
             problem = (
                 "hydra.launcher.nproc_per_node='gpu': torch sees no GPU here; use cpu or a number"

@@ -5,18 +5,19 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import selectors
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import psutil
 
 from hydra_torchrun_launcher import processes
-from hydra_torchrun_launcher.errors import StartError
+from hydra_torchrun_launcher.errors import JobStoppedError, StartError
+from hydra_torchrun_launcher.signals import SignalWatch
 from hydra_torchrun_launcher.wire import Channel, Closed, channel_from, channel_pair, close_all_but
 
 _LOAD_TIME = (
@@ -73,6 +74,8 @@ class Server:
         self.dead = False
         self.ready = False
         self._popen = popen
+        self._start = processes.Deadline()
+        self._start.set(_START_S)
         self._owner = os.getpid()
 
     @classmethod
@@ -126,6 +129,7 @@ class Server:
             return None
         if message["op"] == "ready":
             self.ready = True
+            self._start.clear()
         if message["op"] == "broken":
             self.close()
             problem = (
@@ -135,15 +139,43 @@ class Server:
             raise StartError(problem)
         return message
 
-    def ask(self, operation: str) -> dict[str, Any]:
-        """Send a question and wait for the answer, which comes before any other message."""
+    @property
+    def start_s_left(self) -> float | None:
+        """Seconds that the server's start may still take; None once it has started."""
+        return self._start.remaining_s
+
+    def give_up(self) -> NoReturn:
+        """End a server that did not start in time.
+
+        Raises:
+            StartError: always.
+        """
+        self.close()
+        problem = (
+            f"The launcher's server (pid {self.pid}) has not imported torch within {_START_S} s"
+        )
+        raise StartError(problem)
+
+    def ask(self, operation: str, watch: SignalWatch) -> dict[str, Any]:
+        """Send a question and wait for the answer, which comes before any other message.
+
+        Raises:
+            StartError: there is no answer.
+            JobStoppedError: a signal came first.
+        """
         self.channel.send({"op": operation})
-        deadline = time.monotonic() + _START_S
-        while self.channel.readable(deadline - time.monotonic()):
-            message = self.hear()
-            if message is None:
-                break
-            if message["op"] not in ("ready", operation):
+        deadline = processes.Deadline()
+        deadline.set(_START_S)
+        while not self.dead and not deadline.passed:
+            with selectors.DefaultSelector() as selector:
+                selector.register(watch, selectors.EVENT_READ)
+                selector.register(self.channel, selectors.EVENT_READ)
+                ready = {key.fileobj for key, _ in selector.select(deadline.remaining_s)}
+            if watch.received is not None:
+                self.close()
+                raise JobStoppedError(watch.received)
+            message = self.hear() if self.channel in ready else None
+            if message is not None and message["op"] != "ready":
                 return message
         problem = f"The launcher's server (pid {self.pid}) did not answer"
         raise StartError(problem)

@@ -43,7 +43,7 @@ def hang() -> None:
         time.sleep(3600)
 
 
-def fail(fault: str) -> Any:  # noqa: C901, PLR0911, PLR0912
+def fail(fault: str) -> Any:  # noqa: C901, PLR0912
     """End, or return, as the fault says."""
     if fault == "raise":
         raise ScriptError("raised on purpose")
@@ -82,7 +82,9 @@ def fail(fault: str) -> Any:  # noqa: C901, PLR0911, PLR0912
     if fault == "child":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     if fault == "stubborn_child":
-        code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)"
+        code = (
+            "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)"
+        )
         subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
         raise ScriptError("leaves a stubborn child")
     if fault == "tensor":
@@ -107,6 +109,10 @@ def main(cfg: DictConfig) -> Any:
     my_job = cfg.at_job in (HydraConfig.get().job.num, "all")
     mine = rank == cfg.at_rank and my_job
     if cfg.fault == "wait" and my_job:
+        hang()
+    if cfg.fault == "wait_with_child" and my_job:
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+        note("child")
         hang()
     if cfg.fault in ("ignores_sigterm", "ignores_all") and my_job:
         if mine or cfg.fault == "ignores_all":

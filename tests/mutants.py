@@ -1,0 +1,106 @@
+"""Breaks the source on purpose, a line at a time, and checks that a named test notices.
+
+Run it by `make mutants`: each breakage is made in a copy, never in the tree itself.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = "src/hydra_torchrun_launcher"
+
+
+class Mutant(NamedTuple):
+    """One breakage: a file of the package, what stands there, what it becomes, who notices."""
+
+    module: str
+    line: str
+    broken: str
+    test: str
+
+
+MUTANTS = [
+    Mutant("keeper", "self._report_failure(rank, note.exit_code)", "pass", "test_faults.py::test_values_of_rank_0"),
+    Mutant("keeper", "self._stop_job(signal.SIGTERM)", "pass", "test_faults.py::test_killed_launching_process"),
+    Mutant("keeper", "rank.deadline.set(self._grace_s)", "pass", "test_faults.py::test_stubborn_ranks_are_killed"),
+    Mutant("keeper", "self._hard.set(0)", "pass", "test_faults.py::test_second_signal_kills"),
+    Mutant("keeper", 'rank.recorded = "crashed"', "return", "test_faults.py::test_failing_rank[crash_at_exit]"),
+    Mutant("keeper", "self._hear_last_words()", "pass", "test_settings.py::test_unknown_extra_is_refused"),
+    Mutant("keeper", "os.setsid()", "pass", "test_ranks.py::test_process_is_fresh[forkserver]"),
+    Mutant("keeper", "die_with_parent(keeper_pid)", "pass", "test_faults.py::test_orphans_of_keeper_without_server"),
+    Mutant("server", "self._end_orphans()", "pass", "test_faults.py::test_killed_keeper_leaves_no_grandchild"),
+    Mutant("servers", "processes.die_with_parent(parent_pid)", "pass", "test_faults.py::test_launching_process_killed_early"),
+    Mutant("servers", "start_new_session=True,", "", "test_faults.py::test_terminal_interrupt_reaches_one_process"),
+    Mutant("agent", "self._attempts += 1", "pass", "test_restarts.py"),
+    Mutant("agent", "filed = filed or not self._on_console(local_rank)", "pass", "test_ranks.py::test_output[forkserver]"),
+    Mutant("rendezvous", '("127.0.0.1", 0)', '("0.0.0.0", 0)', "test_faults.py::test_store_is_on_loopback_only"),
+    Mutant("payload", "exec(code, module.__dict__)", "pass", "test_ranks.py::test_config[forkserver]"),
+    Mutant("payload", "sys.path[:] = self.path", "pass", "test_ranks.py::test_process_is_fresh[forkserver]"),
+    Mutant("payload", "logging.Logger.manager.loggerDict[MAIN]", "_ = {}; _[MAIN]", "test_ranks.py::test_output[forkserver]"),
+    Mutant("payload", "HydraConfig.instance().cfg = work.hydra_config", "pass", "test_ranks.py::test_config[forkserver]"),
+    Mutant("pickling", "marshal.loads(code)", "marshal.loads(code).replace(co_filename='')", "test_seams.py::test_closure_keeps_its_file_name_and_its_module"),
+    Mutant("worker", 'sys.modules["torch"].default_generator.seed()', "pass", "test_ranks.py::test_random_state[forkserver-torch]"),
+    Mutant("worker", "threading._shutdown()", "pass", "test_ranks.py::test_exit_handlers_and_threads[forkserver]"),
+    Mutant("worker", "atexit._run_exitfuncs()", "pass", "test_ranks.py::test_exit_handlers_and_threads[forkserver]"),
+    Mutant("worker", "if type(rebuilt) is not type(error):", "if False:", "test_faults.py::test_failing_rank[unbuildable_error]"),
+    Mutant("worker", "_write_error_file(header)", "pass", "test_settings.py::test_error_file"),
+    Mutant("rank_logging", 'handler["mode"] = "a" + handler["mode"][1:]', "pass", "test_differential.py"),
+    Mutant("job_files", "if global_rank == 0:", "if True:", "test_ranks.py::test_output[forkserver]"),
+    Mutant("job_files", "max(found) + 1", "0", "test_settings.py::test_second_run_in_a_directory_overwrites_no_log"),
+    Mutant("jobs", "sys.modules.setdefault(MAIN", "dict().setdefault(MAIN", "test_faults.py::test_killed_server"),
+    Mutant("jobs", "signal.raise_signal(watch.received)", "pass", "test_faults.py::test_signal_stops_job_and_sweep[2]"),
+    Mutant("jobs", "{} if nproc == 1 or", "{} if", "test_settings.py::test_thread_limit_of_the_user_wins"),
+    Mutant("hydra_job", "payload.evaluate_cached_resolvers(self.config)", "pass", "test_ranks.py::test_config[forkserver]"),
+    Mutant("hydra_job", "self._context.callbacks.on_job_end(config=self.config, job_return=result)", "pass", "test_faults.py::test_killed_server"),
+    Mutant("signals", "not in (signal.SIG_IGN, None)", "is not None", "test_faults.py::test_ignored_hangup_stays_ignored"),
+]  # fmt: skip
+
+
+def survives(mutant: Mutant, copy: Path) -> str | None:
+    """Make the breakage in the copy, run its test, and say what is wrong if the test passes."""
+    file = copy / PACKAGE / f"{mutant.module}.py"
+    source = file.read_text()
+    if source.count(mutant.line) < 1:
+        return f"{mutant.module}: {mutant.line!r} does not stand there any more"
+    file.write_text(source.replace(mutant.line, mutant.broken, 1))
+    try:
+        result = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", mutant.test],
+            cwd=copy / "tests",
+            env={**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        file.write_text(source)
+    if result.returncode == 1:
+        return None
+    what = "passes" if result.returncode == 0 else f"could not run:\n{result.stdout}{result.stderr}"
+    return f"{mutant.module}: {mutant.line!r} -> {mutant.broken!r}: {mutant.test} {what}"
+
+
+def main(words: list[str]) -> int:
+    """Run the mutants whose text holds one of the words, or all."""
+    chosen = [m for m in MUTANTS if not words or any(word in " ".join(m) for word in words)]
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv*", ".git", "__pycache__"))
+        wrong = []
+        for mutant in chosen:
+            problem = survives(mutant, copy)
+            print("noticed " if problem is None else "SURVIVES", mutant.module, mutant.line, flush=True)
+            wrong += [problem] if problem else []
+    print("\n".join([*wrong, f"{len(chosen) - len(wrong)} of {len(chosen)} breakages noticed"]))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
