@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -22,14 +23,14 @@ HANG_S = 120
 """Bound against hangs, far above what any of these runs takes."""
 
 
-def processes_with(marker: str) -> list[psutil.Process]:
+def processes_with(marker: str, variable: str = "TEST_MARKER") -> list[psutil.Process]:
     """Return the living processes that carry the marker in their environment."""
     found = []
     for process in psutil.process_iter():
         try:
             if (
                 process.status() != psutil.STATUS_ZOMBIE
-                and process.environ().get("TEST_MARKER") == marker
+                and process.environ().get(variable) == marker
             ):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -178,6 +179,18 @@ def _start(
             env={**inherited, **own, **environ},
         )
     return Sweep(directory, marker, popen)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left() -> Iterator[None]:
+    """When all tests are done, no process and no temporary file of the launcher's is there."""
+    before = set(Path(tempfile.gettempdir()).iterdir())
+    session = os.environ["TEST_SESSION"] = uuid.uuid4().hex
+    yield
+    found = processes_with(session, "TEST_SESSION")
+    assert not found, "processes left"
+    new = {path.name for path in set(Path(tempfile.gettempdir()).iterdir()) - before}
+    assert not [name for name in new if "hydra" in name or "elastic" in name], "files left"
 
 
 def leftovers(marker: str, timeout_s: float = 10) -> list[str]:

@@ -96,7 +96,12 @@ def main(words: list[str]) -> int:
         wrong = []
         for mutant in chosen:
             problem = survives(mutant, copy)
-            print("noticed " if problem is None else "SURVIVES", mutant.module, mutant.line, flush=True)
+            print(
+                "noticed " if problem is None else "SURVIVES",
+                mutant.module,
+                mutant.line,
+                flush=True,
+            )
             wrong += [problem] if problem else []
     print("\n".join([*wrong, f"{len(chosen) - len(wrong)} of {len(chosen)} breakages noticed"]))
     return 1 if wrong else 0

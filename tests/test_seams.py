@@ -1,4 +1,4 @@
-"""Names of torch, Hydra, OmegaConf and CPython that are not public: each test fails when one moves."""
+"""Names of torch, Hydra, OmegaConf and CPython that are not public: a test fails when one moves."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import threading
 
 import pytest
 from hydra.core.utils import JobReturn, configure_log, run_job, setup_globals
-from hydra_torchrun_launcher.payload import evaluate_cached_resolvers, resolvers
-from hydra_torchrun_launcher.pickling import dumps
 from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
+
+from hydra_torchrun_launcher.payload import evaluate_cached_resolvers, resolvers
+from hydra_torchrun_launcher.pickling import dumps
 
 pytestmark = pytest.mark.hydra_versions
 
@@ -55,7 +56,7 @@ def test_hydra_names() -> None:
 
 
 def test_cached_resolvers_are_found() -> None:
-    """Values of resolvers with `use_cache=True` are evaluated into the config's cache, others not."""
+    """Values of resolvers with `use_cache=True` are put into the config's cache, others not."""
     setup_globals()
     calls = []
     OmegaConf.register_new_resolver("counts", lambda: calls.append(1) or len(calls), replace=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from conftest import Sweep
+
 from hydra_torchrun_launcher import config
 from hydra_torchrun_launcher.config import StartMethod, TorchrunConf
 from hydra_torchrun_launcher.errors import SettingsError
@@ -39,7 +40,7 @@ def test_good_nproc(value: object) -> None:
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, None, "", "many", "-2", [2]])
 def test_bad_nproc(value: object) -> None:
     """Anything else is refused with its value and what is allowed."""
-    with pytest.raises(SettingsError, match="nproc_per_node=.*expected a number from 1"):
+    with pytest.raises(SettingsError, match=r"nproc_per_node=.*expected a number from 1"):
         config.check(raw(nproc_per_node=value), {})
 
 
@@ -113,7 +114,7 @@ def test_preloaded_module_that_is_missing(sweep: Run) -> None:
 
 
 def test_streams_go_where_settings_say(sweep: Run) -> None:
-    """`tee` reaches file and console with elastic's prefix, `redirects` files only, in `log_dir`."""
+    """`tee` reaches file and console with elastic's prefix, `redirects` only files."""
     run = sweep(
         "fresh.py", "+size=size", "hydra.launcher.log_dir=logs", "hydra.launcher.tee='2:1'",
         "hydra.launcher.redirects='0:1'", "hydra.launcher.local_ranks_filter='0,2'",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+
 from hydra_torchrun_launcher.wire import (
     Closed,
     Fd,

@@ -49,6 +49,8 @@ def run(plan: dict[str, Any], channel: Channel) -> None:
         verdict = _launch(plan["agent"], _Keeper(channel))
     except BaseException as error:  # noqa: BLE001 - said to the user by the launching process
         verdict = {"state": "broken", "message": f"{type(error).__name__}: {error}"}
+    for name in plan["agent"]["signals"]:  # a late one must not disturb the last words
+        signal.signal(signal.Signals[name], signal.SIG_IGN)
     channel.send({"op": "verdict", **verdict})
     sys.stdout.flush()
     sys.stderr.flush()

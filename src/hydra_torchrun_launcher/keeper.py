@@ -365,7 +365,7 @@ class Keeper:
         if self._agent_exit is None:
             return False
         if self._alive():
-            if not all(rank.signalled or rank.recorded for rank in self._alive()):
+            if any(rank.deadline.remaining_s is None for rank in self._alive()):
                 self._stop_ranks(self._stopping or signal.SIGTERM)
             return False
         succeeded = self._verdict is not None and self._verdict["state"] == "succeeded"

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 log = logging.getLogger(__name__)
 torch.backends.cudnn.benchmark = False
 LOCK = threading.Lock()
-np.random.get_state()  # numpy makes its generator when it is first used
+np.random.get_state()  # noqa: NPY002 - numpy makes its generator when it is first used
 AT_IMPORT = {
     name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "SET_BY_JOB", "OF_THE_JOB")
 }
