@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 DOOR = "hydra_plugins/hydra_torchrun_launcher"
 CLASS = "hydra_plugins.hydra_torchrun_launcher.TorchrunLauncher"
 HEAVY = ("torch", "psutil", "cloudpickle", "tblib", "numpy")
-MAX_IMPORT_S = 0.020
+MAX_IMPORT_CPU_S = 0.020
 
 _DISCOVER = """
 import json, pkgutil, sys
@@ -48,9 +48,9 @@ print(json.dumps({
 _IMPORT = """
 import json, sys, time
 import hydra, hydra.core.config_store, hydra.core.plugins, hydra.plugins.launcher
-began = time.perf_counter()
+began = time.process_time()  # of this process alone: a busy machine doubles what the clock says
 import hydra_plugins.hydra_torchrun_launcher
-seconds = time.perf_counter() - began
+seconds = time.process_time() - began
 modules = sorted(name for name in sys.modules if "." not in name)
 print(json.dumps({"seconds": seconds, "modules": modules}))
 """
@@ -133,7 +133,7 @@ def test_hydra_finds_one_launcher(way: str) -> None:
 
 
 def test_importing_the_plugin_is_cheap() -> None:
-    """Every Hydra app pays for the import: no heavy module, and under 20 ms."""
+    """Every Hydra app pays for the import: no heavy module, and under 20 ms of CPU time."""
     runs = [python(_IMPORT) for _ in range(6)][1:]  # the first may write bytecode
     assert not set(HEAVY) & {name for run in runs for name in run["modules"]}
-    assert statistics.median(run["seconds"] for run in runs) < MAX_IMPORT_S
+    assert statistics.median(run["seconds"] for run in runs) < MAX_IMPORT_CPU_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import inspect
 import logging
 import multiprocessing.process
@@ -10,6 +11,8 @@ import subprocess
 import threading
 
 import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.hydra import Hydra
 from hydra.core.utils import JobReturn, configure_log, run_job, setup_globals
 from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
@@ -51,6 +54,16 @@ def test_hydra_names() -> None:
     assert {"job_dir_key", "job_subdir_key", "hydra_context"} <= set(
         inspect.signature(run_job).parameters
     )
+    assert callable(importlib.import_module("hydra.main")._run_hydra)
+    assert list(inspect.signature(Hydra.__init__).parameters) == [
+        "self",
+        "task_name",
+        "config_loader",
+    ]
+    assert list(inspect.signature(ConfigLoaderImpl.__init__).parameters) == [
+        "self",
+        "config_search_path",
+    ]
     assert "_return_value" in JobReturn.__dataclass_fields__
     assert list(inspect.signature(configure_log).parameters)[:2] == ["log_config", "verbose_config"]
 

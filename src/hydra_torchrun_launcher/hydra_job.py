@@ -85,6 +85,7 @@ class HydraJob:
             config=seen[0],
             hydra_config=self._hydra_config,
             job_name=str(JobRuntime.instance().get("name")),
+            search_path=self._context.config_loader.get_search_path(),
             resolvers=payload.resolvers(),
             execution_whitelist=getattr(self._context, "execution_whitelist", None),
         )

@@ -11,6 +11,7 @@ import selectors
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from hydra_torchrun_launcher.errors import JobStoppedError, StartError
@@ -23,16 +24,37 @@ from hydra_torchrun_launcher.wire import Closed, Fd, channel_pair
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class HandedOver:
+    """What the launching process knows of a job that runs.
+
+    Attributes:
+        number: its number in the sweep.
+        folders: where its ranks' files are.
+        max_restarts: how often its ranks may start again.
+    """
+
+    number: int
+    folders: RankFolders
+    max_restarts: int
+
+
 class JobRun:
     """One job's processes, as the launching process sees them."""
 
-    def __init__(
-        self, number: int, server: Server, document: Fd, folders: RankFolders, *, owns_server: bool
-    ) -> None:
-        """Hand the job to its server."""
-        self._number = number
+    def __init__(self, job: HandedOver, server: Server, document: Fd, *, owns_server: bool) -> None:
+        """Hand the job to its server.
+
+        Args:
+            job: what is known of it here.
+            server: forks its keeper.
+            document: the plan and the ranks' payload.
+            owns_server: end the server with the job.
+        """
+        self._number = number = job.number
+        self._folders = job.folders
+        self._max_restarts = job.max_restarts
         self._server = server
-        self._folders = folders
         self._owns_server = owns_server
         self._failures: list[Failure] = []
         self._attempt = 0
@@ -43,7 +65,7 @@ class JobRun:
         self._job, keepers_end = channel_pair()
         _flush()
         null = Fd(os.open(os.devnull, os.O_RDWR))
-        streams = [number if _is_open(number) else null.fileno() for number in range(3)]
+        streams = [fd if _is_open(fd) else null.fileno() for fd in range(3)]
         try:
             fds = (keepers_end.fileno(), document.fileno(), *streams)
             server.channel.send({"op": "job", "job": number}, fds)
@@ -120,7 +142,13 @@ class JobRun:
             self._attempt, self._failures = failure.attempt, []
         self._failures.append(failure)
         if len(self._failures) == 1:
-            log.error("Job #%d failed: %s", self._number, failure.report())
+            last = self._max_restarts
+            if failure.attempt < last:
+                said = "Job #%d: attempt %d failed, its ranks start again (restart %d of %d): %s"
+                number = failure.attempt
+                log.warning(said, self._number, number, number + 1, last, failure.report())
+            else:
+                log.error("Job #%d failed: %s", self._number, failure.report())
         else:
             log.error("Job #%d: also failed: %s", self._number, failure.line())
 

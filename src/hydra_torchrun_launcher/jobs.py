@@ -31,7 +31,7 @@ from hydra_torchrun_launcher.errors import (
 )
 from hydra_torchrun_launcher.hydra_job import HydraJob
 from hydra_torchrun_launcher.job_files import RankFolders
-from hydra_torchrun_launcher.job_run import JobRun
+from hydra_torchrun_launcher.job_run import HandedOver, JobRun
 from hydra_torchrun_launcher.payload import MAIN, Program, Work, pack
 from hydra_torchrun_launcher.servers import Pool, Server
 from hydra_torchrun_launcher.signals import SignalWatch
@@ -150,7 +150,8 @@ class Runner:
         server = _fork_server(work, watch) if fork else get(environ, settings.preload)
         document = anonymous_file("plan")
         write_document(document.fileno(), plan, b"" if fork else pack(work, program))
-        return JobRun(number, server, document, folders, owns_server=fork)
+        handed_over = HandedOver(number, folders, settings.max_restarts)
+        return JobRun(handed_over, server, document, owns_server=fork)
 
     def _count(self, settings: Settings, environ: Mapping[str, str], watch: SignalWatch) -> int:
         """Return the number of ranks, counting accelerators or cores where that is asked for."""

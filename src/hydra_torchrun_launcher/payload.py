@@ -16,11 +16,14 @@ import os
 import pickle
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
 from hydra.core.utils import JobRuntime, setup_globals
 from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
@@ -87,7 +90,32 @@ class Program:
         else:
             code = _module_code(module, str(self.main_module))
         sys.modules["__main__"] = sys.modules[MAIN] = module
-        exec(code, module.__dict__)  # noqa: S102 - the user's own script
+        with _hydra_is_not_started(), suppress(_HydraStarted):
+            exec(code, module.__dict__)  # noqa: S102 - the user's own script
+
+
+class _HydraStarted(BaseException):
+    """The script called its decorated function while it was imported: it has no guard."""
+
+
+@contextmanager
+def _hydra_is_not_started() -> Iterator[None]:
+    """End the import of a script without a guard where it would start Hydra a second time.
+
+    What comes after that call has not run in the launching process either when the ranks start.
+    """
+    # The name by which the decorator starts Hydra; test_seams.py fails if it moves.
+    decorator: Any = importlib.import_module("hydra.main")
+    start = decorator._run_hydra  # noqa: SLF001
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise _HydraStarted
+
+    decorator._run_hydra = stop  # noqa: SLF001
+    try:
+        yield
+    finally:
+        decorator._run_hydra = start  # noqa: SLF001
 
 
 def _module_code(module: types.ModuleType, name: str) -> types.CodeType:
@@ -109,6 +137,7 @@ class Work:
     config: Any
     hydra_config: Any
     job_name: str
+    search_path: Any
     resolvers: dict[str, bytes | str]
     execution_whitelist: Any
 
@@ -166,6 +195,25 @@ def restore(work: Work) -> None:
             )
     HydraConfig.instance().cfg = work.hydra_config
     JobRuntime.instance().set("name", work.job_name)
+    GlobalHydra.instance().hydra = _ComposeOnDemand(work)  # type: ignore[assignment]
+
+
+class _ComposeOnDemand:
+    """Hydra's global object for `hydra.compose` in a rank, made when it is used: making it imports
+    every Hydra plugin in the environment.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def __getattr__(self, name: str) -> Any:
+        from hydra._internal.config_loader_impl import ConfigLoaderImpl
+        from hydra._internal.hydra import Hydra
+
+        Plugins.instance()
+        made = Hydra(self._work.job_name, ConfigLoaderImpl(self._work.search_path))
+        GlobalHydra.instance().hydra = made
+        return getattr(made, name)
 
 
 def _missing(name: str, reason: str) -> Callable[..., Any]:
