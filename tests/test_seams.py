@@ -10,9 +10,11 @@ import multiprocessing.process
 import subprocess
 import threading
 
+import hydra
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
+from hydra.core import utils
 from hydra.core.utils import JobReturn, configure_log, run_job, setup_globals
 from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
@@ -65,9 +67,14 @@ def test_hydra_names() -> None:
         "config_search_path",
     ]
     assert "_return_value" in JobReturn.__dataclass_fields__
+    if hydra.__version__ >= "1.4":
+        assert "_remote_traceback" in JobReturn.__dataclass_fields__
+        for name in ("traceback", "exception_chain", "exception_group"):
+            assert callable(getattr(utils, f"_serialize_{name}"))
     assert list(inspect.signature(configure_log).parameters)[:2] == ["log_config", "verbose_config"]
 
 
+@pytest.mark.filterwarnings("ignore:register_new_resolver")
 def test_cached_resolvers_are_found() -> None:
     """Values of resolvers with `use_cache=True` are put into the config's cache, others not."""
     setup_globals()

@@ -44,7 +44,9 @@ def run(plan: dict[str, Any], channel: Channel) -> None:
     os.environ.update(plan["environ"])
     if "LOGLEVEL" not in os.environ:
         # Elastic announces on the console what the launching process reports better.
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        for name in list(logging.Logger.manager.loggerDict):
+            if name.startswith("torch.distributed.elastic"):  # each has a level of its own
+                logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         verdict = _launch(plan["agent"], _Keeper(channel))
     except BaseException as error:  # noqa: BLE001 - said to the user by the launching process

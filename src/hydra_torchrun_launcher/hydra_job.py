@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from hydra.core import utils
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobRuntime, JobStatus, run_job
 from hydra.types import HydraContext, TaskFunction
@@ -100,6 +101,8 @@ class HydraJob:
         result = self._job_return
         result.return_value = value if error is None else error
         result.status = JobStatus.COMPLETED if error is None else JobStatus.FAILED
+        if error is not None:
+            _add_remote_traceback(result, error)
         hydra = self.config.hydra
         whitelist = getattr(self._context, "execution_whitelist", None)
         with self._state(), rank_logging.execution_whitelist(whitelist):
@@ -121,6 +124,20 @@ class HydraJob:
         finally:
             HydraConfig.instance().cfg = hydra_config
             os.chdir(directory)
+
+
+def _add_remote_traceback(result: JobReturn, error: BaseException) -> None:
+    """Put the traceback beside the exception as data, as hydra-core 1.4's run_job does.
+
+    1.3 has no such fields, 1.4 no public way to fill them; test_seams.py fails if they move.
+    """
+    for field, serialize, subject in (
+        ("_remote_traceback", "_serialize_traceback", error.__traceback__),
+        ("_remote_exception_chain", "_serialize_exception_chain", error),
+        ("_remote_exception_group", "_serialize_exception_group", error),
+    ):
+        if hasattr(result, field) and hasattr(utils, serialize):
+            setattr(result, field, getattr(utils, serialize)(subject))
 
 
 def _log_to_files(error: BaseException) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from datetime import timedelta
 
+import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -15,6 +16,9 @@ from torch.distributed.elastic.rendezvous import (
 
 BACKEND = "hydra_torchrun_one_node"
 """Its name in torch elastic's registry of rendezvous backends."""
+
+_LIBUV_TAKES_A_SOCKET = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
+"""Before, torch's libuv store refuses a socket that it did not open; its older store takes one."""
 
 
 class OneNode(RendezvousHandler):
@@ -52,6 +56,7 @@ class OneNode(RendezvousHandler):
             wait_for_workers=False,
             timeout=timedelta(seconds=300),
             master_listen_fd=listener.detach(),
+            use_libuv=_LIBUV_TAKES_A_SOCKET,
         )
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo("127.0.0.1", port))
 

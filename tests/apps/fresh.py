@@ -78,9 +78,9 @@ def main(cfg: DictConfig) -> Any:
             "children": len(multiprocessing.active_children()),
             "threads": threading.active_count(),
             "session": os.getsid(0) == os.getpid(),
-            "term": str(signal.getsignal(signal.SIGTERM)),
-            "interrupt": str(signal.getsignal(signal.SIGINT)),
-            "child_signal": str(signal.getsignal(signal.SIGCHLD)),
+            "term": repr(signal.getsignal(signal.SIGTERM)),
+            "interrupt": repr(signal.getsignal(signal.SIGINT)),
+            "child_signal": repr(signal.getsignal(signal.SIGCHLD)),
             "numpy": float(np.random.rand()),  # noqa: NPY002
             "python": random.random(),
             "torch": torch.rand(1).item(),
