@@ -106,6 +106,15 @@ def test_torch_missing(sweep: Run) -> None:
     assert "Traceback" not in run.output
 
 
+def test_torch_too_old(sweep: Run) -> None:
+    """A torch that is too old is named, with what is needed."""
+    run = sweep("without_torch.py", environ={"TORCH_IS": "old"}).wait()
+    assert run.status == 1
+    assert "needs torch 2.4 or later" in run.output
+    assert "has 2.3.1+cu121" in run.output
+    assert "Traceback" not in run.output
+
+
 def test_preloaded_module_that_is_missing(sweep: Run) -> None:
     """A module that the server cannot import fails the job with its name."""
     run = sweep("faults.py", "hydra.launcher.preload=[no_such_module]").wait()

@@ -5,6 +5,7 @@ Runs in the launching process, which watches its jobs with one selector.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -42,6 +43,9 @@ from hydra_torchrun_launcher.wire import (
 
 log = logging.getLogger(__name__)
 
+_OLDEST_TORCH = (2, 4)
+"""Before, torch elastic has no way to hand a rendezvous' own store to the ranks."""
+
 
 class Runner:
     """Runs the batches of jobs that a sweeper hands to its launcher."""
@@ -51,13 +55,9 @@ class Runner:
 
         Raises:
             SettingsError: settings cannot work.
-            StartError: torch is not installed.
+            StartError: torch is not installed, or too old.
         """
-        if importlib.util.find_spec("torch") is None:
-            problem = (
-                f"torch is not installed for {sys.executable}; hydra/launcher=torchrun needs it"
-            )
-            raise StartError(problem)
+        _check_torch()
         self._context = context
         self._task_function = task_function
         self._config = config
@@ -173,6 +173,17 @@ class Runner:
 
     def _log_as_sweep(self) -> None:
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
+
+
+def _check_torch() -> None:
+    needed = "hydra/launcher=torchrun needs torch {}.{} or later".format(*_OLDEST_TORCH)
+    if importlib.util.find_spec("torch") is None:
+        problem = f"torch is not installed for {sys.executable}: {needed}"
+        raise StartError(problem)
+    found = importlib.metadata.version("torch")
+    if tuple(map(int, found.split(".")[:2])) < _OLDEST_TORCH:
+        problem = f"{needed}; {sys.executable} has {found}"
+        raise StartError(problem)
 
 
 def _settings(config: Any, environ: Mapping[str, str]) -> Settings:
