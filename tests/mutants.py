@@ -29,7 +29,7 @@ class Mutant(NamedTuple):
 MUTANTS = [
     Mutant("keeper", "self._report_failure(rank, note.exit_code)", "pass", "test_faults.py::test_values_of_rank_0"),
     Mutant("keeper", "self._stop_job(signal.SIGTERM)", "pass", "test_faults.py::test_killed_launching_process"),
-    Mutant("keeper", "rank.deadline.set(self._grace_s)", "pass", "test_faults.py::test_stubborn_ranks_are_killed"),
+    Mutant("keeper", "rank.deadline.set(self._grace_s)", "pass", "test_faults.py::test_killed_server"),
     Mutant("keeper", "self._hard.set(0)", "pass", "test_faults.py::test_second_signal_kills"),
     Mutant("keeper", 'rank.recorded = "crashed"', "return", "test_faults.py::test_failing_rank[crash_at_exit]"),
     Mutant("keeper", "self._hear_last_words()", "pass", "test_settings.py::test_unknown_extra_is_refused"),
