@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import psutil
 import pytest
-from conftest import APPS, Sweep, send
+from conftest import Sweep, send
 
 Run = Callable[..., Sweep]
 THREE_JOBS = "point=0,1,2"
@@ -231,7 +231,7 @@ def test_killed_keeper_leaves_no_grandchild(sweep: Run) -> None:
 def test_launching_process_killed_early(sweep: Run) -> None:
     """A server that is still importing ends with the launching process."""
     run = sweep(
-        "faults.py", "hydra.launcher.preload=[never_loaded]", environ={"PYTHONPATH": str(APPS)}
+        "faults.py", "hydra.launcher.preload=[never_loaded]"
     )
     run.await_file("loading")
     send(run.popen)
@@ -244,8 +244,7 @@ def test_interrupt_while_the_server_starts(sweep: Run, nproc: str) -> None:
     run = sweep(
         "faults.py",
         "hydra.launcher.preload=[never_loaded]",
-        f"hydra.launcher.nproc_per_node={nproc}",
-        environ={"PYTHONPATH": str(APPS)},
+        f"hydra.launcher.nproc_per_node={nproc}"
         nproc=0,
     )
     run.await_text("#0 : ")
@@ -273,3 +272,17 @@ def test_store_is_on_loopback_only(sweep: Run) -> None:
     send(run.popen, signal.SIGTERM)
     run.wait()
     assert ports == ["127.0.0.1"]
+
+
+def test_last_attempt_is_the_cause(sweep: Run) -> None:
+    """A job that fails for good names its last attempt; earlier ones are said as restarts."""
+    run = sweep(
+        "faults.py", "fault=raise", "at_job=0", QUICK, "hydra.launcher.max_restarts=1"
+    ).wait()
+    (job,) = run.jobs()
+    assert "attempt 0 failed, its ranks start again (restart 1 of 1)" in run.output
+    assert run.output.count("Job #0 failed: ") == 1
+    failed = next(line for line in run.output.splitlines() if "Job #0 failed: " in line)
+    assert "attempt 1; log: " in failed
+    assert "ranks/attempt_1/1/stderr.log" in failed
+    assert job["status"] == "FAILED"

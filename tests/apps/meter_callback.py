@@ -27,10 +27,10 @@ class Meter(Callback):
             "status": job_return.status.name,
             "value": job_return.return_value,
             "fds": own.num_fds(),
-            "memory": own.memory_full_info().uss,
+            "memory": anonymous_bytes(own.pid),
             "children": [child.pid for child in children],
             "children_fds": [child.num_fds() for child in children],
-            "children_memory": [child.memory_full_info().uss for child in children],
+            "children_memory": [anonymous_bytes(child.pid) for child in children],
             "listening": [
                 socket.laddr.port
                 for process in (own, *children)
@@ -42,3 +42,15 @@ class Meter(Callback):
         }
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Return the memory that is no file's, shared with forked children or not.
+
+    A process's unique memory (USS) jumps by what torch's libraries take whenever another process
+    that maps them starts or ends, anywhere on the machine.
+    """
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Anonymous:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("the kernel says nothing of anonymous memory")
