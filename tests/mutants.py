@@ -42,7 +42,7 @@ MUTANTS = [
     Mutant("agent", "filed = filed or not self._on_console(local_rank)", "pass", "test_ranks.py::test_output[forkserver]"),
     Mutant("rendezvous", '("127.0.0.1", 0)', '("0.0.0.0", 0)', "test_faults.py::test_store_is_on_loopback_only"),
     Mutant("payload", "exec(code, module.__dict__)", "pass", "test_ranks.py::test_config[forkserver]"),
-    Mutant("payload", "sys.path[:] = self.path", "pass", "test_ranks.py::test_process_is_fresh[forkserver]"),
+    Mutant("payload", "sys.argv[:] = self.argv", "pass", "test_ranks.py::test_process_is_fresh[forkserver]"),
     Mutant("payload", "logging.Logger.manager.loggerDict[MAIN]", "_ = {}; _[MAIN]", "test_ranks.py::test_output[forkserver]"),
     Mutant("payload", "HydraConfig.instance().cfg = work.hydra_config", "pass", "test_ranks.py::test_config[forkserver]"),
     Mutant("pickling", "marshal.loads(code)", "marshal.loads(code).replace(co_filename='')", "test_seams.py::test_closure_keeps_its_file_name_and_its_module"),

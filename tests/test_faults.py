@@ -230,9 +230,7 @@ def test_killed_keeper_leaves_no_grandchild(sweep: Run) -> None:
 
 def test_launching_process_killed_early(sweep: Run) -> None:
     """A server that is still importing ends with the launching process."""
-    run = sweep(
-        "faults.py", "hydra.launcher.preload=[never_loaded]"
-    )
+    run = sweep("faults.py", "hydra.launcher.preload=[never_loaded]")
     run.await_file("loading")
     send(run.popen)
     run.wait()
@@ -244,7 +242,7 @@ def test_interrupt_while_the_server_starts(sweep: Run, nproc: str) -> None:
     run = sweep(
         "faults.py",
         "hydra.launcher.preload=[never_loaded]",
-        f"hydra.launcher.nproc_per_node={nproc}"
+        f"hydra.launcher.nproc_per_node={nproc}",
         nproc=0,
     )
     run.await_text("#0 : ")
