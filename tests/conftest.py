@@ -182,15 +182,15 @@ def _start(
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_left() -> Iterator[None]:
+def nothing_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """When all tests are done, no process and no temporary file of the launcher's is there."""
-    before = set(Path(tempfile.gettempdir()).iterdir())
     session = os.environ["TEST_SESSION"] = uuid.uuid4().hex
+    temporary = tmp_path_factory.mktemp("temporary")
+    os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
     yield
-    found = processes_with(session, "TEST_SESSION")
-    assert not found, "processes left"
-    new = {path.name for path in set(Path(tempfile.gettempdir()).iterdir()) - before}
-    assert not [name for name in new if "hydra" in name or "elastic" in name], "files left"
+    assert not processes_with(session, "TEST_SESSION"), "processes left"
+    left = [path.name for path in temporary.iterdir()]
+    assert not [name for name in left if "hydra" in name or "elastic" in name], "files left"
 
 
 def leftovers(marker: str, timeout_s: float = 10) -> list[str]:

@@ -174,6 +174,8 @@ def test_signal_stops_job_and_sweep(sweep: Run, signum: int) -> None:
     jobs = run.jobs()
     assert [job["status"] for job in jobs] == ["COMPLETED", "FAILED"], run.output
     assert signal.Signals(signum).name in jobs[1]["text"]
+    assert "Job #1 failed" not in run.output
+    assert "death signal" not in run.output
     assert not (run.directory / "2").exists()
 
 

@@ -65,7 +65,7 @@ class RankPlace:
         local_rank: rank on its node.
         node: the node's host name.
         attempt: 0 for the first start, then the number of restarts before it.
-        log: the rank's standard error file, or its folder where it wrote to the console.
+        log: the rank's standard error file, or its error file where it wrote to the console.
     """
 
     global_rank: int

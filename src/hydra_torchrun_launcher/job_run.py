@@ -138,6 +138,8 @@ class JobRun:
             self._value = fds[0] if fds else None
 
     def _note_failure(self, failure: Failure) -> None:
+        if self._signals_sent:
+            return  # how ranks answer a signal is no failure: the job was stopped
         if failure.attempt != self._attempt:
             self._attempt, self._failures = failure.attempt, []
         self._failures.append(failure)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydra_torchrun_launcher.errors import RankFailedError, RankPlace, StartError, describe_exit
-from hydra_torchrun_launcher.job_files import STDERR, RankFolders
+from hydra_torchrun_launcher.job_files import ERROR, STDERR, RankFolders
 from hydra_torchrun_launcher.wire import Fd, read_document
 
 
@@ -44,13 +44,13 @@ class Failure:
         """Put together what the keeper saw and what the rank recorded."""
         attempt, local_rank = message["attempt"], message["local_rank"]
         folder = folders.rank(attempt, local_rank)
-        log = folder / STDERR
+        files = (folder / STDERR, folder / ERROR, folder)
         place = RankPlace(
             global_rank=message["global_rank"],
             local_rank=local_rank,
             node=socket.gethostname(),
             attempt=attempt,
-            log=str(log if log.exists() else folder),
+            log=str(next((file for file in files if file.exists()), folder)),
         )
         recorded, body = None, b""
         if message["recorded"] == "failed":
