@@ -167,7 +167,8 @@ def test_signal_stops_job_and_sweep(sweep: Run, signum: int) -> None:
     """A signal in job 2 of 5 ends it as failed, callbacks included, and the rest of the sweep; the
     process dies by that signal.
     """
-    run = sweep("faults.py", "fault=wait", "point=0,1,2,3,4", QUICK)
+    patient = "hydra.launcher.shutdown_timeout=1000"  # ranks that obey need none of it
+    run = sweep("faults.py", "fault=wait", "point=0,1,2,3,4", patient)
     run.await_file("1/started.*", 2)
     send(run.popen, signum)
     assert run.wait().status == -signum, run.output
