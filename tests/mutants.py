@@ -49,7 +49,7 @@ MUTANTS = [
     Mutant("worker", 'sys.modules["torch"].default_generator.seed()', "pass", "test_ranks.py::test_random_state[forkserver-torch]"),
     Mutant("worker", "threading._shutdown()", "pass", "test_ranks.py::test_exit_handlers_and_threads[forkserver]"),
     Mutant("worker", "atexit._run_exitfuncs()", "pass", "test_ranks.py::test_exit_handlers_and_threads[forkserver]"),
-    Mutant("worker", "if type(rebuilt) is not type(error):", "if False:", "test_faults.py::test_failing_rank[unbuildable_error]"),
+    Mutant("worker", "if type(rebuilt) is not type(error):", "if False:", "test_faults.py::test_failing_rank[changing_error]"),
     Mutant("worker", "_write_error_file(header)", "pass", "test_settings.py::test_error_file"),
     Mutant("rank_logging", 'handler["mode"] = "a" + handler["mode"][1:]', "pass", "test_differential.py"),
     Mutant("job_files", "if global_rank == 0:", "if True:", "test_ranks.py::test_output[forkserver]"),

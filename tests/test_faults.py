@@ -28,6 +28,7 @@ FAILING = {
     "ignores_sigterm": ("ScriptError", "the other rank ignores SIGTERM"),
     "unpicklable_error": ("RankFailedError", "raised Unpicklable: holds a lock"),
     "unbuildable_error": ("RankFailedError", "raised Unbuildable: one and two"),
+    "changing_error": ("RankFailedError", "raised Changeling: the original"),
     "keyboard_interrupt": ("RankFailedError", "KeyboardInterrupt"),
     "sys_exit_3": ("RankFailedError", "sys.exit(3)"),
     "sys_exit_text": ("RankFailedError", "a farewell"),

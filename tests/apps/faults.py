@@ -34,6 +34,13 @@ class Unbuildable(Exception):  # noqa: N818
         return (int, ("no number",))
 
 
+class Changeling(Exception):  # noqa: N818
+    """Comes back as something else."""
+
+    def __reduce__(self) -> Any:
+        return (ValueError, ("something else",))
+
+
 class ScriptError(Exception):
     """An exception class of the script."""
 
@@ -56,6 +63,8 @@ def fail(fault: str) -> Any:  # noqa: C901, PLR0912
         raise Unpicklable
     if fault == "unbuildable_error":
         raise Unbuildable("one and two")
+    if fault == "changing_error":
+        raise Changeling("the original")
     if fault == "keyboard_interrupt":
         raise KeyboardInterrupt
     if fault == "sys_exit_0":
