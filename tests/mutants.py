@@ -54,7 +54,6 @@ MUTANTS = [
     Mutant("rank_logging", 'handler["mode"] = "a" + handler["mode"][1:]', "pass", "test_differential.py"),
     Mutant("job_files", "if global_rank == 0:", "if True:", "test_ranks.py::test_output[forkserver]"),
     Mutant("job_files", "max(found) + 1", "0", "test_settings.py::test_second_run_in_a_directory_overwrites_no_log"),
-    Mutant("jobs", "sys.modules.setdefault(MAIN", "dict().setdefault(MAIN", "test_faults.py::test_killed_server"),
     Mutant("jobs", "signal.raise_signal(watch.received)", "pass", "test_faults.py::test_signal_stops_job_and_sweep[2]"),
     Mutant("jobs", "{} if nproc == 1 or", "{} if", "test_settings.py::test_thread_limit_of_the_user_wins"),
     Mutant("hydra_job", "payload.evaluate_cached_resolvers(self.config)", "pass", "test_ranks.py::test_config[forkserver]"),

@@ -33,7 +33,7 @@ from hydra_torchrun_launcher.errors import (
 from hydra_torchrun_launcher.hydra_job import HydraJob
 from hydra_torchrun_launcher.job_files import RankFolders
 from hydra_torchrun_launcher.job_run import HandedOver, JobRun
-from hydra_torchrun_launcher.payload import MAIN, Program, Work, pack
+from hydra_torchrun_launcher.payload import Program, Work, pack
 from hydra_torchrun_launcher.servers import Pool, Server
 from hydra_torchrun_launcher.signals import SignalWatch
 from hydra_torchrun_launcher.wire import (
@@ -87,8 +87,6 @@ class Runner:
         self._log_as_sweep()
         Path(str(self._config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
         log.info("Launching %d jobs with torchrun", len(job_overrides))
-        # Types of the script are named by its name in the ranks, whatever comes back from them.
-        sys.modules.setdefault(MAIN, sys.modules["__main__"])
         watch = SignalWatch(self._first_signals)
         returns = []
         try:

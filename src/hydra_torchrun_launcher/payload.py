@@ -32,8 +32,9 @@ from hydra_torchrun_launcher.errors import TransportError
 from hydra_torchrun_launcher.pickling import dumps
 
 MAIN = "__mp_main__"
-"""Name of the user's script in a rank, as multiprocessing's: `if __name__ == "__main__"` is
-false there."""
+"""Name of the user's script in a rank: `if __name__ == "__main__"` is false there. It is the name
+that multiprocessing uses too, which makes it an alias of `__main__` in the launching process, so
+that types of the script come back as what they are there."""
 
 
 @dataclass(frozen=True)
