@@ -132,6 +132,35 @@ def test_values_of_rank_0(sweep: Run) -> None:
     assert "raised while the others wait" in str(collective["text"])
 
 
+def test_ranks_that_disturb_the_launcher(sweep: Run) -> None:
+    """Files of the user's are never written to, a forked child's value is not the rank's, and
+    changed variables or a signal without a name lose no result.
+    """
+    faults = "closes_descriptors,none,forked_child,clears_environment,real_time_signal,none"
+    run = sweep("faults.py", f"fault={faults}", "at_rank=0", "at_job=all", QUICK).wait()
+    states = [(job["status"], job["text"]) for job in run.jobs()]
+    assert states[0][0] == "FAILED", run.output
+    assert "closed descriptors that it did not open" in run.output
+    files = list(run.directory.glob("precious*"))
+    assert {file.read_text() for file in files} == {"the user's"}
+    assert len(files) == 20
+    assert states[1:4] == [("COMPLETED", "42")] * 3
+    assert states[4][0] == "FAILED"
+    assert "was killed by signal 40" in states[4][1]
+    assert states[5] == ("COMPLETED", "42")
+
+
+def test_app_started_with_signals_blocked(sweep: Run) -> None:
+    """Signals that were blocked when the app was started hide no end of a process."""
+    blocked = {signal.SIGCHLD, signal.SIGTERM}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    try:
+        run = sweep("faults.py", "fault=raise", THREE_JOBS, QUICK)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert_only_job_1_failed(run.wait())
+
+
 @pytest.mark.parametrize("kind", ["agent", "keeper"])
 def test_killed_process_of_a_job(sweep: Run, kind: str) -> None:
     """When the agent or the keeper of a job is killed, that job fails and names it."""

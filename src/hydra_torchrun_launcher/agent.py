@@ -40,6 +40,7 @@ _OUT, _ERR = 1, 2
 
 def run(plan: dict[str, Any], channel: Channel) -> None:
     """Run one job to its verdict, tell the keeper, and leave."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # it is stopped by signals
     os.environ.clear()
     os.environ.update(plan["environ"])
     if "LOGLEVEL" not in os.environ:

@@ -49,7 +49,7 @@ class JobStoppedError(LauncherError):
     def __init__(self, signum: int) -> None:
         """Keep the signal's number."""
         self.signum = signum
-        super().__init__(f"the job was stopped by {signal.Signals(signum).name}")
+        super().__init__(f"the job was stopped by {signal_name(signum)}")
 
     def __reduce__(self) -> tuple[type[JobStoppedError], tuple[int]]:
         """Rebuild from the signal's number."""
@@ -96,6 +96,14 @@ class RankFailedError(LauncherError):
         return (type(self), (self.place, self.what))
 
 
+def signal_name(signum: int) -> str:
+    """Return a signal's name; most real-time signals have only a number."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
 def describe_exit(code: int) -> str:
     """Say how a process left that recorded nothing.
 
@@ -109,7 +117,7 @@ def describe_exit(code: int) -> str:
         )
     if code > 0:
         return f"left with status {code}"
-    name = signal.Signals(-code).name
+    name = signal_name(-code)
     hint = (
         " (often the kernel's answer to running out of memory)" if -code == signal.SIGKILL else ""
     )

@@ -98,6 +98,8 @@ class ChildWatch:
         os.set_blocking(read, False)
         os.set_blocking(write, False)
         self._read, self._write = Fd(read), Fd(write)
+        # Whoever started the app may have blocked signals: blocked, no end of a child is seen.
+        self._mask = signal.pthread_sigmask(signal.SIG_SETMASK, [])
         self._before = signal.signal(signal.SIGCHLD, _noop)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
 
@@ -123,6 +125,7 @@ class ChildWatch:
         """Undo the handler: what a forked child calls first."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, self._before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
 
 def _noop(_signum: int, _frame: FrameType | None) -> None:

@@ -98,12 +98,43 @@ def run(start: RankStart, program: dict[str, Any], body: bytes) -> NoReturn:
     """Become the rank: environment, descriptors and directory are set, all else is done here."""
     _freshen()
     faulthandler.enable()
+    me = _Identity.of(start)
     code = 1
     try:
-        code = _record(start, _run(program, body))
+        ending = _run(program, body)
+        # A child that the task forked may come back from it too: only the rank has an outcome.
+        code = _record(start, me, ending) if os.getpid() == me.pid else ending.exit_code
     except BaseException:  # noqa: BLE001 - the outcome could not be recorded
         traceback.print_exc()
     _leave(code)
+
+
+@dataclass(frozen=True)
+class _Identity:
+    """What the rank is and was given, noted before the user's code can change it."""
+
+    pid: int
+    global_rank: str
+    error_file: str
+    files: tuple[tuple[int, int] | None, ...]
+
+    @classmethod
+    def of(cls, start: RankStart) -> _Identity:
+        error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+        return cls(os.getpid(), os.environ["RANK"], error_file, _files(start))
+
+
+def _files(start: RankStart) -> tuple[tuple[int, int] | None, ...]:
+    return tuple(_file(fd.fileno()) for fd in (start.outcome, start.notes))
+
+
+def _file(number: int) -> tuple[int, int] | None:
+    """Tell which file a descriptor is open on, or None."""
+    try:
+        status = os.fstat(number)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _freshen() -> None:
@@ -166,10 +197,20 @@ def _run(program: dict[str, Any], body: bytes) -> _Ending:
         return _Ending(error=error, exit_code=1)
 
 
-def _record(start: RankStart, ending: _Ending) -> int:
+def _record(start: RankStart, me: _Identity, ending: _Ending) -> int:
     """Write the outcome for the launching process, then say that it is there."""
+    if _files(start) != me.files:
+        # Their numbers may stand for files of the user's by now: write to none of them.
+        if ending.error is not None:
+            traceback.print_exception(ending.error)
+        print(  # noqa: T201 - there is no other way left to say it
+            "The task function closed descriptors that it did not open (os.closerange?), the "
+            "launcher's among them: its outcome cannot be recorded.",
+            file=sys.stderr,
+        )
+        return 1
     body = b""
-    if ending.error is None and os.environ["RANK"] == "0":
+    if ending.error is None and me.global_rank == "0":
         try:
             body = _pickle_value(ending.value)
         except Exception as error:  # noqa: BLE001 - any type may raise anything here
@@ -177,6 +218,7 @@ def _record(start: RankStart, ending: _Ending) -> int:
     header: dict[str, Any] = {"status": "completed", "exit": ending.exit_code}
     if ending.error is not None:
         header, body = _describe(ending)
+        _write_error_file(header, me.error_file)
         if start.stderr_is_a_file:  # on the console the launching process says it
             sys.stderr.write(header["traceback"])
     write_document(start.outcome.fileno(), header, body)
@@ -222,7 +264,6 @@ def _describe(ending: _Ending) -> tuple[dict[str, Any], bytes]:
         "traceback": text,
         "unsendable": None,
     }
-    _write_error_file(header)
     try:
         body = _pickle_error(error)
     except Exception as problem:  # noqa: BLE001
@@ -261,9 +302,8 @@ def _pickle_error(error: BaseException) -> bytes:
     return body
 
 
-def _write_error_file(header: dict[str, Any]) -> None:
+def _write_error_file(header: dict[str, Any], name: str) -> None:
     """Write torchrun's error file, for people and for tools that read it."""
-    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not name:
         return
     info = {"py_callstack": header["traceback"], "timestamp": str(int(time.time()))}

@@ -41,6 +41,9 @@ class Changeling(Exception):  # noqa: N818
         return (ValueError, ("something else",))
 
 
+KEPT: list[Any] = []
+
+
 class ScriptError(Exception):
     """An exception class of the script."""
 
@@ -50,7 +53,7 @@ def hang() -> None:
         time.sleep(3600)
 
 
-def fail(fault: str) -> Any:  # noqa: C901, PLR0912
+def fail(fault: str) -> Any:  # noqa: C901, PLR0912, PLR0915
     """End, or return, as the fault says."""
     if fault == "raise":
         raise ScriptError("raised on purpose")
@@ -65,6 +68,21 @@ def fail(fault: str) -> Any:  # noqa: C901, PLR0912
         raise Unbuildable("one and two")
     if fault == "changing_error":
         raise Changeling("the original")
+    if fault == "closes_descriptors":
+        os.closerange(3, 1000)
+        for number in range(20):
+            KEPT.append(open(f"precious{number}", "w+"))  # noqa: SIM115
+            KEPT[-1].write("the user's")
+            KEPT[-1].flush()
+    if fault == "forked_child":
+        if os.fork() == 0:
+            time.sleep(0.3)  # until the rank itself has left
+            return "the child's"
+        return 42
+    if fault == "clears_environment":
+        os.environ.clear()
+    if fault == "real_time_signal":
+        os.kill(os.getpid(), 40)
     if fault == "keyboard_interrupt":
         raise KeyboardInterrupt
     if fault == "sys_exit_0":
