@@ -317,3 +317,16 @@ def test_last_attempt_is_the_cause(sweep: Run) -> None:
     assert "attempt 1; log: " in failed
     assert "ranks/attempt_1/1/stderr.log" in failed
     assert job["status"] == "FAILED"
+
+
+@pytest.mark.parametrize("kind", ["keeper", "server"])
+def test_stopped_process_is_no_obstacle(sweep: Run, kind: str) -> None:
+    """A keeper or server that is stopped (SIGSTOP) cannot keep Ctrl-C from ending everything."""
+    run = sweep("faults.py", "fault=wait", THREE_JOBS, QUICK)
+    run.await_file("1/started.*", 2)
+    send(run.processes(kind)[0], signal.SIGSTOP)
+    send(run.popen, signal.SIGINT)
+    run.await_text("stopping on SIGINT")
+    send(run.popen, signal.SIGINT)
+    assert run.wait().status == -signal.SIGINT, run.output
+    assert [job["status"] for job in run.jobs()] == ["COMPLETED", "FAILED"]

@@ -14,14 +14,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hydra_torchrun_launcher.errors import JobStoppedError, StartError
+from hydra_torchrun_launcher.errors import JobStoppedError, StartError, signal_name
 from hydra_torchrun_launcher.job_files import RankFolders
 from hydra_torchrun_launcher.outcomes import Failure, describe, load_value
+from hydra_torchrun_launcher.processes import Deadline, kill
 from hydra_torchrun_launcher.servers import Server
 from hydra_torchrun_launcher.signals import SignalWatch
 from hydra_torchrun_launcher.wire import Closed, Fd, channel_pair
 
 log = logging.getLogger(__name__)
+
+_KEEPER_ANSWERS_S = 15
+"""How long a keeper has to end a stopped job, beyond the ranks' time to leave."""
+_KILL_S = 3
+"""How long it has after a second signal."""
+_SERVER_ANSWERS_S = 15
+"""How long a server has to end what a keeper left and to say so."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +40,13 @@ class HandedOver:
         number: its number in the sweep.
         folders: where its ranks' files are.
         max_restarts: how often its ranks may start again.
+        shutdown_timeout_s: how long its ranks have to leave once they were asked to.
     """
 
     number: int
     folders: RankFolders
     max_restarts: int
+    shutdown_timeout_s: float
 
 
 class JobRun:
@@ -54,6 +64,9 @@ class JobRun:
         self._number = number = job.number
         self._folders = job.folders
         self._max_restarts = job.max_restarts
+        self._shutdown_timeout_s = job.shutdown_timeout_s
+        self._keeper_pid: int | None = None
+        self._limit = Deadline()
         self._server = server
         self._owns_server = owns_server
         self._failures: list[Failure] = []
@@ -62,6 +75,7 @@ class JobRun:
         self._value: Fd | None = None
         self._ended: dict[str, Any] | None = None
         self._signals_sent = 0
+        self._stopped_by: int | None = None
         self._job, keepers_end = channel_pair()
         _flush()
         null = Fd(os.open(os.devnull, os.O_RDWR))
@@ -89,12 +103,33 @@ class JobRun:
                 for source in handlers:
                     if source.fileno() >= 0:
                         selector.register(source, selectors.EVENT_READ)
-                ready = [key.fileobj for key, _ in selector.select(self._server.start_s_left)]
+                ready = [key.fileobj for key, _ in selector.select(self._wait_s)]
             for source in ready:
                 handlers[source]()
             if not ready and self._server.start_s_left == 0:
                 self._server.give_up()
+            if self._limit.passed:
+                self._end_by_force()
         if self._owns_server:
+            self._server.close()
+
+    @property
+    def _wait_s(self) -> float | None:
+        limits = (self._server.start_s_left, self._limit.remaining_s)
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def _end_by_force(self) -> None:
+        """End a keeper, then a server, that does not answer: stopped, or stuck in the kernel.
+
+        The server ends what a killed keeper leaves; the kernel ends ranks and agent with it.
+        """
+        self._limit.clear()
+        if self._job.fileno() >= 0 and self._keeper_pid is not None:
+            log.warning("Job #%d: its keeper does not answer and is killed", self._number)
+            kill(self._keeper_pid, signal.SIGKILL)
+            self._keeper_pid = None
+            self._limit.set(_SERVER_ANSWERS_S)
+        else:
             self._server.close()
 
     def _pass_on(self, watch: SignalWatch) -> None:
@@ -104,10 +139,14 @@ class JobRun:
             if not self._server.ready:  # it imports still: there may be nobody to hear the order
                 self._server.close()
                 self._done = {"state": "stopped", "signal": watch.received}
+            self._stopped_by = watch.received
             order: dict[str, Any] = {"op": "kill"}
+            self._limit.set(_KILL_S)
             if self._signals_sent == 1:
                 order = {"op": "stop", "signal": watch.received}
-                name = signal.Signals(watch.received or 0).name
+                self._limit.clear()
+                self._limit.set(self._shutdown_timeout_s + _KEEPER_ANSWERS_S)
+                name = signal_name(watch.received or 0)
                 log.warning("Job #%d: stopping on %s; a second signal kills it", self._number, name)
             try:
                 self._job.send(order)
@@ -116,7 +155,11 @@ class JobRun:
 
     def _hear_server(self) -> None:
         message = self._server.hear()
-        if message is not None and message["op"] == "ended" and message["job"] == self._number:
+        if message is None or message.get("job") != self._number:
+            return
+        if message["op"] == "kept":
+            self._keeper_pid = message["pid"]
+        elif message["op"] == "ended":
             self._ended = message
 
     def _hear_keeper(self) -> None:
@@ -124,6 +167,7 @@ class JobRun:
             message, fds = self._job.receive()
         except Closed:
             self._job.close()
+            self._limit.set(_SERVER_ANSWERS_S)
             return
         operation = message["op"]
         if operation == "failed":
@@ -157,6 +201,8 @@ class JobRun:
     def result(self) -> tuple[Any, BaseException | None]:
         """Return rank 0's value, or None and why the job failed."""
         done = self._done or {"state": "keeper lost"}
+        if self._done is None and self._stopped_by is not None:
+            done = {"state": "stopped", "signal": self._stopped_by}
         state = done["state"]
         if state == "succeeded" and self._value is not None:
             return load_value(self._value)

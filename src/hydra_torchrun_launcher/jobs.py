@@ -119,7 +119,10 @@ class Runner:
             value, error = run.result()
         except LauncherError as problem:
             value, error = None, problem
-            log.error("Job #%d: %s", number, problem)  # noqa: TRY400 - a sentence is enough
+            log.error("Job #%d failed: %s", number, problem)  # noqa: TRY400 - a sentence is enough
+        except Exception as problem:  # the machine's no (no process, no descriptor), or our mistake
+            value, error = None, problem
+            log.exception("Job #%d failed in the launching process", number)
         try:
             return job.finish(value, error)
         finally:
@@ -148,7 +151,9 @@ class Runner:
         server = _fork_server(work, watch) if fork else get(environ, settings.preload)
         document = anonymous_file("plan")
         write_document(document.fileno(), plan, b"" if fork else pack(work, program))
-        handed_over = HandedOver(number, folders, settings.max_restarts)
+        handed_over = HandedOver(
+            number, folders, settings.max_restarts, settings.shutdown_timeout_s
+        )
         return JobRun(handed_over, server, document, owns_server=fork)
 
     def _count(self, settings: Settings, environ: Mapping[str, str], watch: SignalWatch) -> int:

@@ -269,7 +269,7 @@ class Keeper:
             if rank is None or rank.recorded is not None:
                 continue
             rank.recorded = note.status
-            if note.status == "failed":
+            if note.status == "failed" and not rank.signalled:
                 rank.deadline.set(_FAILED_RANK_LEAVES_S)
                 self._report_failure(rank, note.exit_code)
         if self._ranks and all(rank.recorded == "completed" for rank in self._ranks):
@@ -314,6 +314,7 @@ class Keeper:
             self._report_failure(rank, code)
 
     def _stop_ranks(self, signum: int) -> None:
+        self._read_notes()  # what failed before this did not fail by it
         for rank in self._alive():
             if rank.recorded is None:
                 rank.signalled = True

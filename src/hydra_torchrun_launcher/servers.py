@@ -61,7 +61,7 @@ def _serve(channel: Channel, preload: list[str]) -> NoReturn:
     gc.collect()
     gc.freeze()
     server.serve(channel)
-    os._exit(1)
+    os._exit(1)  # never reached: the checker does not know what was imported
 
 
 class Server:
@@ -185,7 +185,7 @@ class Server:
         if self._owner != os.getpid():
             return
         self.dead = True
-        self.channel.close()
+        self.channel.hang_up()
         if not self.ready:
             processes.kill(self.pid, signal.SIGKILL)  # it is importing and has started nothing
         if not _wait(self.pid, self._popen, _END_S):

@@ -5,6 +5,7 @@ Nothing here has a name in a file system: a process that is killed leaves nothin
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -71,6 +72,13 @@ class Channel(Fd):
         self._sock.close()
 
     __del__ = close
+
+    def hang_up(self) -> None:
+        """Close the connection itself, whoever else holds a copy of this end (a forked child)."""
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+        self.close()
 
     def send(self, message: dict[str, Any], fds: Iterable[int] = ()) -> None:
         """Send one message.
