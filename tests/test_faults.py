@@ -4,14 +4,17 @@ named, the other jobs keep their results, and nothing is left.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
-from conftest import Sweep, send
+from conftest import APPS, HANG_S, Sweep, send
 
 Run = Callable[..., Sweep]
 THREE_JOBS = "point=0,1,2"
@@ -30,6 +33,8 @@ FAILING = {
     "unbuildable_error": ("RankFailedError", "raised Unbuildable: one and two"),
     "changing_error": ("RankFailedError", "raised Changeling: the original"),
     "keyboard_interrupt": ("RankFailedError", "KeyboardInterrupt"),
+    "deep": ("ScriptError", "far down"),
+    "sys_exit_large": ("RankFailedError", "sys.exit(1099511627781)"),
     "sys_exit_3": ("RankFailedError", "sys.exit(3)"),
     "sys_exit_text": ("RankFailedError", "a farewell"),
     "os_exit_0": ("RankFailedError", "left with status 0 without finishing"),
@@ -330,3 +335,19 @@ def test_stopped_process_is_no_obstacle(sweep: Run, kind: str) -> None:
     send(run.popen, signal.SIGINT)
     assert run.wait().status == -signal.SIGINT, run.output
     assert [job["status"] for job in run.jobs()] == ["COMPLETED", "FAILED"]
+
+
+@pytest.mark.parametrize("closed", ["<&- >&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+def test_closed_standard_streams(tmp_path: Path, closed: str, method: str) -> None:
+    """An app whose standard streams are closed runs as one whose streams are the null device."""
+    app = f"{sys.executable} {APPS / 'faults.py'} -m hydra/launcher=torchrun"
+    settings = f"hydra.launcher.nproc_per_node=2 hydra.launcher.start_method={method}"
+    command = f"{app} {settings} hydra.sweep.dir={tmp_path} {closed}"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, timeout=HANG_S, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done
+    (record,) = (tmp_path / "job_end.jsonl").read_text().splitlines()
+    assert json.loads(record)["text"] == "42"
+    assert b"Traceback" not in done.stdout + done.stderr

@@ -59,6 +59,7 @@ def test_all_problems_in_one_message() -> None:
         "max_restarts": -1,
         "monitor_interval": 0.0,
         "signals_to_handle": "SIGNOTHING",
+        "extra": {"nproc_per_node": 1},
         "shutdown_timeout": -1,
         "redirects": "4",
         "tee": "x",
@@ -69,6 +70,21 @@ def test_all_problems_in_one_message() -> None:
     assert all(
         f"hydra.launcher.{name}={value!r}" in str(caught.value) for name, value in bad.items()
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("signals_to_handle", "SIGTERM,SIGKILL"),
+        ("signals_to_handle", "SIGCHLD"),
+        ("monitor_interval", 1e10),
+        ("extra", {"rdzv_backend": "c10d"}),
+    ],
+)
+def test_value_that_would_break_the_launcher(name: str, value: object) -> None:
+    """What cannot be handled, waited for or overridden is refused."""
+    with pytest.raises(SettingsError, match=f"hydra.launcher.{name}="):
+        config.check(raw(**{name: value}), {})
 
 
 @pytest.mark.hydra_versions

@@ -10,7 +10,6 @@ import dataclasses
 import logging
 import os
 import signal
-import sys
 import time
 import uuid
 from typing import Any
@@ -30,6 +29,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hydra_torchrun_launcher.job_files import ERROR, STDERR, STDOUT, RankFolders
+from hydra_torchrun_launcher.processes import flush_standard_streams
 from hydra_torchrun_launcher.rendezvous import BACKEND, OneNode
 from hydra_torchrun_launcher.wire import Channel, Closed
 
@@ -55,8 +55,7 @@ def run(plan: dict[str, Any], channel: Channel) -> None:
     for name in plan["agent"]["signals"]:  # a late one must not disturb the last words
         signal.signal(signal.Signals[name], signal.SIG_IGN)
     channel.send({"op": "verdict", **verdict})
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_standard_streams()
     os._exit(0)
 
 

@@ -18,6 +18,25 @@ from hydra_torchrun_launcher.errors import SettingsError
 _STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 _RANKS = re.compile(r"\d+(,\d+)*")
 _DEFAULT_SHUTDOWN_TIMEOUT_S = 30
+_DAY_S = 86_400
+_UNFIT = ("SIGKILL", "SIGSTOP", "SIGCHLD")
+"""Signals that no process can handle, or that every process gets when a child ends."""
+_OURS = {
+    "min_nodes",
+    "max_nodes",
+    "nproc_per_node",
+    "logs_specs",
+    "run_id",
+    "role",
+    "rdzv_backend",
+    "rdzv_configs",
+    "max_restarts",
+    "monitor_interval",
+    "signals_to_handle",
+    "shutdown_timeout",
+    "start_method",
+}
+"""Fields of LaunchConfig that the launcher sets itself."""
 
 
 class StartMethod(Enum):
@@ -131,16 +150,21 @@ def check(raw: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
     rules = [
         ("nproc_per_node", nproc is not None, "a number from 1, or gpu, cpu or auto"),
         ("max_restarts", raw["max_restarts"] >= 0, "a number from 0"),
-        ("monitor_interval", raw["monitor_interval"] > 0, "seconds above 0"),
+        ("monitor_interval", 0 < raw["monitor_interval"] <= _DAY_S, "seconds above 0, to a day"),
         (
             "signals_to_handle",
-            all(name in signal.Signals.__members__ for name in signals),
-            "names of signals separated by commas, as in SIGTERM,SIGINT",
+            all(name in signal.Signals.__members__ and name not in _UNFIT for name in signals),
+            "names of signals that can be handled, separated by commas, as in SIGTERM,SIGINT",
         ),
         (
             "shutdown_timeout",
             timeout_s is not None and timeout_s >= 0,
             "whole seconds from 0, here or in TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+        ),
+        (
+            "extra",
+            not _OURS & set(raw["extra"]),
+            "fields that have no setting here; not " + ", ".join(sorted(_OURS)),
         ),
         ("redirects", _STREAMS.fullmatch(raw["redirects"]), streams),
         ("tee", _STREAMS.fullmatch(raw["tee"]), streams),

@@ -6,10 +6,8 @@ Runs in the launching process.
 from __future__ import annotations
 
 import logging
-import os
 import selectors
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +15,7 @@ from typing import Any
 from hydra_torchrun_launcher.errors import JobStoppedError, StartError, signal_name
 from hydra_torchrun_launcher.job_files import RankFolders
 from hydra_torchrun_launcher.outcomes import Failure, describe, load_value
-from hydra_torchrun_launcher.processes import Deadline, kill
+from hydra_torchrun_launcher.processes import Deadline, flush_standard_streams, kill
 from hydra_torchrun_launcher.servers import Server
 from hydra_torchrun_launcher.signals import SignalWatch
 from hydra_torchrun_launcher.wire import Closed, Fd, channel_pair
@@ -77,11 +75,9 @@ class JobRun:
         self._signals_sent = 0
         self._stopped_by: int | None = None
         self._job, keepers_end = channel_pair()
-        _flush()
-        null = Fd(os.open(os.devnull, os.O_RDWR))
-        streams = [fd if _is_open(fd) else null.fileno() for fd in range(3)]
+        flush_standard_streams()
         try:
-            fds = (keepers_end.fileno(), document.fileno(), *streams)
+            fds = (keepers_end.fileno(), document.fileno(), 0, 1, 2)
             server.channel.send({"op": "job", "job": number}, fds)
         except Closed as error:
             problem = f"the launcher's server (pid {server.pid}) was lost"
@@ -217,17 +213,3 @@ class JobRun:
     def _log_start_error(self, message: str) -> StartError:
         log.error("Job #%d failed: %s", self._number, message)
         return StartError(message)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True

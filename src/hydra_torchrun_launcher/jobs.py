@@ -34,6 +34,7 @@ from hydra_torchrun_launcher.hydra_job import HydraJob
 from hydra_torchrun_launcher.job_files import RankFolders
 from hydra_torchrun_launcher.job_run import HandedOver, JobRun
 from hydra_torchrun_launcher.payload import Program, Work, pack
+from hydra_torchrun_launcher.processes import open_standard_streams
 from hydra_torchrun_launcher.servers import Pool, Server
 from hydra_torchrun_launcher.signals import SignalWatch
 from hydra_torchrun_launcher.wire import (
@@ -58,6 +59,7 @@ class Runner:
             StartError: torch is not installed, or too old.
         """
         _check_torch()
+        open_standard_streams()
         self._context = context
         self._task_function = task_function
         self._config = config

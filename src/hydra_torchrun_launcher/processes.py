@@ -45,6 +45,23 @@ def python_command(path: list[str], module: str, function: str, *arguments: obje
     return [sys.executable, *options, "-c", code]
 
 
+def open_standard_streams() -> None:
+    """Open the null device on every standard descriptor that is closed.
+
+    Otherwise a socket of ours would get such a number, and be taken for a stream by a child.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # noqa: PLR2004 - standard error
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
+def flush_standard_streams() -> None:
+    """Write out what is buffered; a stream that was closed at the start is None."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+
+
 def die_with_parent(parent_pid: int) -> None:
     """Have the kernel SIGKILL this process when its parent ends; leave if it already has."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

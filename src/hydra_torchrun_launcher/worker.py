@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from hydra_torchrun_launcher.errors import UnsendableValueError
-from hydra_torchrun_launcher.processes import python_command
+from hydra_torchrun_launcher.processes import flush_standard_streams, python_command
 from hydra_torchrun_launcher.wire import Fd, read_document, write_document
 
 _NOTE = struct.Struct("<iii")
@@ -139,7 +139,9 @@ def _file(number: int) -> tuple[int, int] | None:
 
 def _freshen() -> None:
     """Give a forked process what a new interpreter has and the server's copy has not."""
-    encoding, errors = sys.stdout.encoding, sys.stdout.errors
+    encoding, errors = "utf-8", "strict"
+    if sys.stdout is not None:  # under fork it may have been closed when the app was started
+        encoding, errors = sys.stdout.encoding, sys.stdout.errors or errors
     sys.stdin = open(0, closefd=False, encoding=encoding, errors=errors)  # noqa: SIM115
     sys.__stdin__ = sys.stdin  # type: ignore[misc]
     for number, name in ((1, "stdout"), (2, "stderr")):
@@ -190,9 +192,8 @@ def _run(program: dict[str, Any], body: bytes) -> _Ending:
             return _Ending()
         if not isinstance(leaving.code, int):
             print(leaving.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
-        return _Ending(
-            error=leaving, exit_code=leaving.code if isinstance(leaving.code, int) else 1
-        )
+        code = leaving.code & 0xFF if isinstance(leaving.code, int) else 1  # as the kernel does
+        return _Ending(error=leaving, exit_code=code)
     except BaseException as error:  # noqa: BLE001 - recorded
         return _Ending(error=error, exit_code=1)
 
@@ -294,12 +295,25 @@ def _pickle_error(error: BaseException) -> bytes:
     from hydra_torchrun_launcher import pickling
 
     pickling_support.install(error)  # this process does nothing else any more
-    body = pickling.dumps(error)
+    try:
+        body = pickling.dumps(error)
+    except (RecursionError, pickle.PicklingError):
+        _drop_tracebacks(error)  # pickled frame by frame: some hundred are too many
+        body = pickling.dumps(error)
     rebuilt = pickle.loads(body)  # noqa: S301 - our own
     if type(rebuilt) is not type(error):
         problem = f"it comes back as {type(rebuilt).__qualname__}"
         raise TypeError(problem)
     return body
+
+
+def _drop_tracebacks(error: BaseException) -> None:
+    """Keep an exception and its causes without their frames, which stand in its text."""
+    seen: list[BaseException] = []
+    while error not in seen:
+        seen.append(error)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__ or error
 
 
 def _write_error_file(header: dict[str, Any], name: str) -> None:
@@ -324,7 +338,6 @@ def _leave(code: int) -> NoReturn:
     try:
         threading._shutdown()  # type: ignore[attr-defined] # noqa: SLF001 - joins non-daemon threads
         atexit._run_exitfuncs()  # noqa: SLF001 - no public way to run them and then leave hard
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_standard_streams()
     finally:
         os._exit(code)

@@ -48,6 +48,12 @@ class ScriptError(Exception):
     """An exception class of the script."""
 
 
+def deep(depth: int) -> None:
+    if depth == 0:
+        raise ScriptError("far down")
+    deep(depth - 1)
+
+
 def hang() -> None:
     while True:
         time.sleep(3600)
@@ -87,6 +93,10 @@ def fail(fault: str) -> Any:  # noqa: C901, PLR0912, PLR0915
         raise KeyboardInterrupt
     if fault == "sys_exit_0":
         sys.exit(0)
+    if fault == "deep":
+        deep(600)
+    if fault == "sys_exit_large":
+        sys.exit(2**40 + 5)
     if fault == "sys_exit_3":
         sys.exit(3)
     if fault == "sys_exit_text":
