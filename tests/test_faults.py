@@ -24,6 +24,7 @@ pytestmark = pytest.mark.hydra_versions
 
 FAILING = {
     "raise": ("ScriptError", "raised on purpose"),
+    "surrogate": ("ScriptError", "lone \udc80"),
     "chained": ("ScriptError", "the second"),
     "raise_in_collective": ("ScriptError", "raised while the others wait"),
     "raise_and_hang_at_exit": ("ScriptError", "raised before it hangs"),
@@ -32,6 +33,7 @@ FAILING = {
     "unpicklable_error": ("RankFailedError", "raised Unpicklable: holds a lock"),
     "unbuildable_error": ("RankFailedError", "raised Unbuildable: one and two"),
     "changing_error": ("RankFailedError", "raised Changeling: the original"),
+    "raises_on_sigterm": ("ScriptError", "the first"),
     "keyboard_interrupt": ("RankFailedError", "KeyboardInterrupt"),
     "deep": ("ScriptError", "far down"),
     "sys_exit_large": ("RankFailedError", "sys.exit(1099511627781)"),
@@ -76,7 +78,8 @@ def test_failing_rank(matrix: Sweep, fault: str) -> None:
     failed_rank = 0 if fault == "ignores_sigterm" else 1
     if sys.version_info >= (3, 11) or kind == "RankFailedError":
         assert f"rank {failed_rank} (local rank {failed_rank} on" in place
-        assert "attempt 0; log: " in place
+        assert "attempt 0)" in place
+        assert "log: /" in place
     console = [
         line for line in matrix.output.splitlines() if f"Job #{job['number']} failed: rank" in line
     ]
@@ -111,6 +114,33 @@ def test_exception_keeps_its_traceback(matrix: Sweep) -> None:
     job_log = (matrix.directory / str(job["number"]) / "faults.log").read_text()
     assert "KeyError: 'the first'" in job_log
     assert "ScriptError: the second" in job_log
+
+
+def test_log_with_what_cannot_be_encoded(matrix: Sweep) -> None:
+    """A message that no stream can encode is escaped, on the console and in the job's log."""
+    job = result(matrix, "surrogate")
+    job_log = (matrix.directory / str(job["number"]) / "faults.log").read_text()
+    assert f"Job #{job['number']} failed" in job_log
+    assert "ScriptError: lone \\udc80" in job_log
+    assert "ScriptError: lone \\udc80" in matrix.output
+    assert "Logging error" not in matrix.output
+
+
+def test_rank_that_fails_because_it_was_stopped_is_no_failure(matrix: Sweep) -> None:
+    """How a rank answers the end of its job is not told as a failure of its own."""
+    job = result(matrix, "raises_on_sigterm")
+    assert "also failed" not in str(job["notes"])
+    assert "raised when it was told to leave" not in matrix.output
+
+
+def test_final_traceback_points_at_no_wrong_word(matrix: Sweep) -> None:
+    """The traceback that Hydra prints at the end has lines and no marks under them; the one of the
+    rank itself, printed when it failed, has Python's own.
+    """
+    final = matrix.output[matrix.output.rindex("Error executing job") :]
+    lines = final.splitlines()
+    number = lines.index('    raise ScriptError("raised on purpose")')
+    assert "^^^" not in lines[number + 1]
 
 
 def assert_only_job_1_failed(run: Sweep) -> dict[str, object]:
@@ -319,8 +349,11 @@ def test_last_attempt_is_the_cause(sweep: Run) -> None:
     assert "attempt 0 failed, its ranks start again (restart 1 of 1)" in run.output
     assert run.output.count("Job #0 failed: ") == 1
     failed = next(line for line in run.output.splitlines() if "Job #0 failed: " in line)
-    assert "attempt 1; log: " in failed
-    assert "ranks/attempt_1/1/stderr.log" in failed
+    assert "attempt 1) raised" in failed
+    assert "ranks/attempt_1/1/stderr.log" in run.output
+    job_log = (run.directory / "0/faults.log").read_text()
+    assert "Job #0: attempt 0 failed, its ranks start again (restart 1 of 1)" in job_log
+    assert "Job #0 failed" in job_log
     assert job["status"] == "FAILED"
 
 

@@ -153,6 +153,13 @@ def test_streams_go_where_settings_say(sweep: Run) -> None:
     assert "by rank 1" not in run.output
 
 
+def test_rank_that_a_job_has_not(sweep: Run) -> None:
+    """A setting that names a local rank beyond the job's is said, and the job runs."""
+    run = sweep("faults.py", "hydra.launcher.local_ranks_filter='0,5'").wait()
+    assert run.status == 0, run.output
+    assert "hydra.launcher.local_ranks_filter names local rank 5, the job has 0 to 1" in run.output
+
+
 def test_error_file(sweep: Run) -> None:
     """A rank that raised leaves torchrun's error file."""
     run = sweep("faults.py", "fault=raise", "at_job=0").wait()

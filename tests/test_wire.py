@@ -13,6 +13,7 @@ from hydra_torchrun_launcher.wire import (
     channel_pair,
     close_all_but,
     read_document,
+    wait_readable,
     write_document,
 )
 
@@ -29,7 +30,7 @@ def test_message_and_descriptors_arrive_whole() -> None:
     assert read_document(received.fileno()) == ({"a": "\udc80"}, b"body" * 1000)
     assert not os.get_inheritable(received.fileno())
     assert right.receive()[0]["n"] == 2
-    assert not right.readable(0)
+    assert not wait_readable([right], 0)
 
 
 def test_end_of_the_other_side() -> None:

@@ -28,10 +28,11 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from hydra_torchrun_launcher.errors import refused
 from hydra_torchrun_launcher.job_files import ERROR, STDERR, STDOUT, RankFolders
 from hydra_torchrun_launcher.processes import flush_standard_streams
 from hydra_torchrun_launcher.rendezvous import BACKEND, OneNode
-from hydra_torchrun_launcher.wire import Channel, Closed
+from hydra_torchrun_launcher.wire import Channel, Closed, wait_readable
 
 _KEEPER_ANSWERS_S = 30
 """Bound on the keeper's answers beyond the time that ranks have to leave."""
@@ -50,6 +51,8 @@ def run(plan: dict[str, Any], channel: Channel) -> None:
                 logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         verdict = _launch(plan["agent"], _Keeper(channel))
+    except OSError as error:
+        verdict = {"state": "broken", "message": refused(error)}
     except BaseException as error:  # noqa: BLE001 - said to the user by the launching process
         verdict = {"state": "broken", "message": f"{type(error).__name__}: {error}"}
     for name in plan["agent"]["signals"]:  # a late one must not disturb the last words
@@ -185,9 +188,6 @@ class _Keeper:
         self._channel.send({"op": "spawn", **order})
         return int(self._wait_for("pid", _KEEPER_ANSWERS_S)["pid"])
 
-    def running(self) -> None:
-        self._channel.send({"op": "running"})
-
     def stop(self, signum: int) -> None:
         """Return when no rank and nothing that ranks started is left."""
         self._channel.send({"op": "stop", "signal": signum})
@@ -206,7 +206,7 @@ class _Keeper:
         raise TimeoutError(problem)
 
     def _hear(self, deadline: float) -> dict[str, Any] | None:
-        if not self._channel.readable(max(0.0, deadline - time.monotonic())):
+        if not wait_readable([self._channel], max(0.0, deadline - time.monotonic())):
             return None
         try:
             message, _ = self._channel.receive()
@@ -240,7 +240,6 @@ class _Ranks(PContext):
                     "stderr": self.stderrs[local_rank],
                 }
             )
-        self._keeper.running()
 
     def _poll(self) -> RunProcsResult | None:
         if not self._keeper.failures and not self._keeper.finished:

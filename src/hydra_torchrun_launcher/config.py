@@ -131,6 +131,19 @@ class Settings:
     console_ranks: tuple[int, ...] | None
     extra: dict[str, Any]
 
+    def ranks_beyond(self, nproc: int) -> list[str]:
+        """Say which settings name a local rank that a job of `nproc` ranks per node has not."""
+        named = {
+            "redirects": self.redirects,
+            "tee": self.tee,
+            "local_ranks_filter": self.console_ranks or (),
+        }
+        return [
+            f"hydra.launcher.{name} names local rank {max(ranks)}, the job has 0 to {nproc - 1}"
+            for name, ranks in named.items()
+            if max(ranks, default=0) >= nproc
+        ]
+
 
 def check(raw: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
     """Turn a job's `hydra.launcher` node into checked settings.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,11 +76,15 @@ class RankPlace:
     log: str
 
     def __str__(self) -> str:
-        """Name the place in a line."""
+        """Name the place without its log."""
         return (
             f"rank {self.global_rank} (local rank {self.local_rank} on {self.node}, "
-            f"attempt {self.attempt}; log: {self.log})"
+            f"attempt {self.attempt})"
         )
+
+    def tell(self, what: str) -> str:
+        """Say what happened there and which file to open."""
+        return f"{self} {what}{chr(10) if chr(10) in what else '; '}log: {self.log}"
 
 
 class RankFailedError(LauncherError):
@@ -89,11 +94,33 @@ class RankFailedError(LauncherError):
         """Keep where it ran and what happened, a phrase such as 'was killed by SIGSEGV'."""
         self.place = place
         self.what = what
-        super().__init__(f"{place} {what}")
+        super().__init__(place.tell(what))
 
     def __reduce__(self) -> tuple[type[RankFailedError], tuple[RankPlace, str]]:
         """Rebuild from place and phrase."""
         return (type(self), (self.place, self.what))
+
+
+def printable(text: str) -> str:
+    """Escape what no stream can encode (lone surrogates)."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+_REMEDIES = {
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "too many files are open on this machine",
+    errno.EAGAIN: "raise the limit of processes (ulimit -u, or the container's)",
+    errno.ENOMEM: "free memory, or start fewer ranks",
+    errno.ENOSPC: "free space",
+}
+
+
+def refused(error: OSError) -> str:
+    """Say what the operating system refused to a process of ours, and what may help."""
+    remedy = _REMEDIES.get(error.errno or 0)
+    where = f" ({error.filename})" if error.filename else ""
+    advice = f": {remedy}" if remedy else ""
+    return f"the operating system refused to go on: {error.strerror or error}{where}{advice}"
 
 
 def signal_name(signum: int) -> str:

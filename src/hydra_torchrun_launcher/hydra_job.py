@@ -11,7 +11,8 @@ import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +22,7 @@ from hydra.core.utils import JobReturn, JobRuntime, JobStatus, run_job
 from hydra.types import HydraContext, TaskFunction
 
 from hydra_torchrun_launcher import payload, rank_logging
+from hydra_torchrun_launcher.errors import printable
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +64,12 @@ class HydraJob:
         """The directory in which the task function runs."""
         return self._working_dir
 
+    def _current_dir(self) -> str:
+        try:
+            return os.getcwd()
+        except FileNotFoundError:  # a callback removed it: a rank will say so
+            return self.output_dir
+
     def begin(self) -> payload.Work:
         """Do all that Hydra does before a task function, and return the work for the ranks."""
         payload.evaluate_cached_resolvers(self.config)
@@ -69,7 +77,7 @@ class HydraJob:
 
         def stand_in(config: Any) -> None:
             self.environ = dict(os.environ)
-            self._working_dir = os.getcwd()
+            self._working_dir = self._current_dir()
             self._hydra_config = HydraConfig.instance().cfg
             seen.append(config)
 
@@ -91,12 +99,13 @@ class HydraJob:
             execution_whitelist=getattr(self._context, "execution_whitelist", None),
         )
 
-    def finish(self, value: Any, error: BaseException | None) -> JobReturn:
+    def finish(self, value: Any, error: BaseException | None, restarts: Sequence[str]) -> JobReturn:
         """Do all that Hydra does after a task function.
 
         Args:
             value: what the task function returned in rank 0.
             error: why the job failed, or None.
+            restarts: what failed before and made its ranks start again.
         """
         result = self._job_return
         result.return_value = value if error is None else error
@@ -106,9 +115,12 @@ class HydraJob:
         hydra = self.config.hydra
         whitelist = getattr(self._context, "execution_whitelist", None)
         with self._state(), rank_logging.execution_whitelist(whitelist):
-            rank_logging.apply(hydra.job_logging, hydra.verbose, whitelist)
-            if error is not None:
-                _log_to_files(error)
+            try:
+                rank_logging.apply(hydra.job_logging, hydra.verbose, whitelist)
+                _log_result(f"Job #{hydra.job.num}", restarts, error)
+            except Exception as problem:  # noqa: BLE001 - its directory is gone or full
+                why = problem.__cause__ or problem
+                log.warning("Job #%d: its log cannot be written: %s", hydra.job.num, why)
             self._context.callbacks.on_job_end(config=self.config, job_return=result)
         return result
 
@@ -140,10 +152,20 @@ def _add_remote_traceback(result: JobReturn, error: BaseException) -> None:
             setattr(result, field, getattr(utils, serialize)(subject))
 
 
-def _log_to_files(error: BaseException) -> None:
-    """Write the failure to the job's log only: the console has had it when it happened."""
-    trace = (type(error), error, error.__traceback__)
-    record = log.makeRecord(log.name, logging.ERROR, __file__, 0, "Job failed", (), trace)
+def _log_result(job: str, restarts: Sequence[str], error: BaseException | None) -> None:
+    for text in restarts:
+        _log_to_files(logging.WARNING, f"{job}: {text}")
+    if error is not None:
+        _log_to_files(logging.ERROR, f"{job} failed", error)
+
+
+def _log_to_files(level: int, text: str, error: BaseException | None = None) -> None:
+    """Write to the job's log only: the console has had it when it happened."""
+    trace = (type(error), error, error.__traceback__) if error is not None else None
+    record = log.makeRecord(__package__, level, __file__, 0, text, (), trace)
+    if trace is not None:
+        # A handler's stream may refuse what an exception's text may hold: lone surrogates.
+        record.exc_text = printable("".join(traceback.format_exception(*trace)).rstrip("\n"))
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.FileHandler) and record.levelno >= handler.level:
             handler.handle(record)

@@ -6,7 +6,6 @@ Runs in the launching process.
 from __future__ import annotations
 
 import logging
-import selectors
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from hydra_torchrun_launcher.outcomes import Failure, describe, load_value
 from hydra_torchrun_launcher.processes import Deadline, flush_standard_streams, kill
 from hydra_torchrun_launcher.servers import Server
 from hydra_torchrun_launcher.signals import SignalWatch
-from hydra_torchrun_launcher.wire import Closed, Fd, channel_pair
+from hydra_torchrun_launcher.wire import Closed, Fd, channel_pair, wait_readable
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +66,8 @@ class JobRun:
         self._limit = Deadline()
         self._server = server
         self._owns_server = owns_server
+        self.restarts: list[str] = []
+        """What failed in attempts that were followed by another."""
         self._failures: list[Failure] = []
         self._attempt = 0
         self._done: dict[str, Any] | None = None
@@ -95,11 +96,7 @@ class JobRun:
         }
         while self._job.fileno() >= 0 or not (self._ended or self._server.dead):
             self._pass_on(watch)
-            with selectors.DefaultSelector() as selector:
-                for source in handlers:
-                    if source.fileno() >= 0:
-                        selector.register(source, selectors.EVENT_READ)
-                ready = [key.fileobj for key, _ in selector.select(self._wait_s)]
+            ready = wait_readable(handlers, self._wait_s)
             for source in ready:
                 handlers[source]()
             if not ready and self._server.start_s_left == 0:
@@ -124,7 +121,7 @@ class JobRun:
             log.warning("Job #%d: its keeper does not answer and is killed", self._number)
             kill(self._keeper_pid, signal.SIGKILL)
             self._keeper_pid = None
-            self._limit.set(_SERVER_ANSWERS_S)
+            self._limit.within(_SERVER_ANSWERS_S)
         else:
             self._server.close()
 
@@ -132,16 +129,17 @@ class JobRun:
         """Hand signals on: the first asks the ranks to leave, a second kills them."""
         while self._signals_sent < min(watch.count, 2) and self._job.fileno() >= 0:
             self._signals_sent += 1
+            self._stopped_by = watch.received
             if not self._server.ready:  # it imports still: there may be nobody to hear the order
                 self._server.close()
                 self._done = {"state": "stopped", "signal": watch.received}
-            self._stopped_by = watch.received
+                return
             order: dict[str, Any] = {"op": "kill"}
-            self._limit.set(_KILL_S)
+            self._limit.within(_KILL_S)
             if self._signals_sent == 1:
                 order = {"op": "stop", "signal": watch.received}
                 self._limit.clear()
-                self._limit.set(self._shutdown_timeout_s + _KEEPER_ANSWERS_S)
+                self._limit.within(self._shutdown_timeout_s + _KEEPER_ANSWERS_S)
                 name = signal_name(watch.received or 0)
                 log.warning("Job #%d: stopping on %s; a second signal kills it", self._number, name)
             try:
@@ -157,13 +155,16 @@ class JobRun:
             self._keeper_pid = message["pid"]
         elif message["op"] == "ended":
             self._ended = message
+        elif message["op"] == "refused":
+            self._done = {"state": "refused", "message": message["message"]}
+            self._ended = message
 
     def _hear_keeper(self) -> None:
         try:
             message, fds = self._job.receive()
         except Closed:
             self._job.close()
-            self._limit.set(_SERVER_ANSWERS_S)
+            self._limit.within(_SERVER_ANSWERS_S)
             return
         operation = message["op"]
         if operation == "failed":
@@ -176,6 +177,8 @@ class JobRun:
         elif operation == "done":
             self._done = message
             self._value = fds[0] if fds else None
+            if message["state"] == "stuck":
+                log.warning("Job #%d: %s", self._number, describe("stuck", message, None))
 
     def _note_failure(self, failure: Failure) -> None:
         if self._signals_sent:
@@ -186,13 +189,19 @@ class JobRun:
         if len(self._failures) == 1:
             last = self._max_restarts
             if failure.attempt < last:
-                said = "Job #%d: attempt %d failed, its ranks start again (restart %d of %d): %s"
-                number = failure.attempt
-                log.warning(said, self._number, number, number + 1, last, failure.report())
+                self.restarts.append(
+                    f"attempt {failure.attempt} failed, its ranks start again (restart "
+                    f"{failure.attempt + 1} of {last}): {failure.report()}"
+                )
+                log.warning("Job #%d: %s", self._number, self.restarts[-1])
             else:
                 log.error("Job #%d failed: %s", self._number, failure.report())
         else:
             log.error("Job #%d: also failed: %s", self._number, failure.line())
+
+    def close(self) -> None:
+        """Hang up: what still runs of the job is ended by its keeper."""
+        self._job.close()
 
     def result(self) -> tuple[Any, BaseException | None]:
         """Return rank 0's value, or None and why the job failed."""
@@ -202,7 +211,7 @@ class JobRun:
         state = done["state"]
         if state == "succeeded" and self._value is not None:
             return load_value(self._value)
-        if state == "stopped":
+        if state == "stopped" and self._stopped_by is not None:
             return None, JobStoppedError(done["signal"])
         if state in ("refused", "broken"):
             return None, self._log_start_error(done["message"])

@@ -13,6 +13,7 @@ import random
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from hydra_torchrun_launcher.errors import (
     LauncherError,
     SettingsError,
     StartError,
+    refused,
 )
 from hydra_torchrun_launcher.hydra_job import HydraJob
 from hydra_torchrun_launcher.job_files import RankFolders
@@ -88,7 +90,8 @@ class Runner:
         setup_globals()
         self._log_as_sweep()
         Path(str(self._config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
-        log.info("Launching %d jobs with torchrun", len(job_overrides))
+        number = len(job_overrides)
+        log.info("Launching %d %s with torchrun", number, "job" if number == 1 else "jobs")
         watch = SignalWatch(self._first_signals)
         returns = []
         try:
@@ -100,7 +103,7 @@ class Runner:
         finally:
             if watch.received is not None:
                 self.close()
-            watch.restore()
+            watch.close()
         if watch.received is not None:
             signal.raise_signal(watch.received)
             raise JobStoppedError(watch.received)  # where the user's handler lets the app go on
@@ -115,18 +118,21 @@ class Runner:
         job = HydraJob(self._context, self._task_function, config)
         work = job.begin()
         self._log_as_sweep()
+        value, error, restarts = None, None, []
         try:
             run = self._start(number, job, work, settings, watch)
-            run.watch(watch)
-            value, error = run.result()
-        except LauncherError as problem:
-            value, error = None, problem
-            log.error("Job #%d failed: %s", number, problem)  # noqa: TRY400 - a sentence is enough
-        except Exception as problem:  # the machine's no (no process, no descriptor), or our mistake
-            value, error = None, problem
+            with closing(run):
+                run.watch(watch)
+                value, error = run.result()
+                restarts = run.restarts
+        except (LauncherError, OSError) as problem:
+            error = problem if isinstance(problem, LauncherError) else StartError(refused(problem))
+            log.error("Job #%d failed: %s", number, error)  # noqa: TRY400 - a sentence is enough
+        except Exception as problem:  # our mistake
+            error = problem
             log.exception("Job #%d failed in the launching process", number)
         try:
-            return job.finish(value, error)
+            return job.finish(value, error, restarts)
         finally:
             self._log_as_sweep()
 
@@ -134,6 +140,8 @@ class Runner:
         self, number: int, job: HydraJob, work: Work, settings: Settings, watch: SignalWatch
     ) -> JobRun:
         nproc = self._count(settings, job.environ, watch)
+        for problem in settings.ranks_beyond(nproc):
+            log.warning("Job #%d: %s", number, problem)
         environ = _with_thread_limit(job.environ, nproc)
         program = Program.of_this_process()
         root = os.path.join(settings.log_dir, str(number)) if settings.log_dir else ""

@@ -8,57 +8,46 @@ word on time: every wait for another process ends at a deadline here.
 from __future__ import annotations
 
 import os
-import selectors
+import resource
 import signal
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from hydra_torchrun_launcher import agent, worker
+from hydra_torchrun_launcher import agent
+from hydra_torchrun_launcher import ranks as ranks_of
+from hydra_torchrun_launcher.errors import refused
 from hydra_torchrun_launcher.processes import (
     ChildWatch,
-    Deadline,
+    Ultimatum,
     adopt_orphans,
     children,
     die_with_parent,
     exit_code,
     kill,
     kill_descendants,
-    kill_group,
 )
+from hydra_torchrun_launcher.ranks import Rank, RankPlan, Ranks
 from hydra_torchrun_launcher.wire import (
     Channel,
     Closed,
     Fd,
+    Readable,
     anonymous_file,
     channel_pair,
     close_all_but,
+    fork,
     read_document,
+    wait_readable,
 )
 
 Role = Callable[[], Any]
 """What a forked child does next. It is handed up to the bottom of the stack and called there, so
 that a rank's stack holds nothing of ours but the worker."""
 
-_FAILED_RANK_LEAVES_S = 5
-"""How long a rank that failed may spend in `atexit` before it is killed."""
 _LEFTOVERS_S = 5
 """How long what a failed or stopped job's ranks left behind has after SIGTERM."""
 _AGENT_LEAVES_S = 10
 """How long the agent has for its own clean-up, beyond the ranks' time to leave."""
-
-
-@dataclass
-class _Rank:
-    pid: int
-    local_rank: int
-    global_rank: int
-    outcome: Fd
-    recorded: str | None = None
-    ended: bool = False
-    signalled: bool = False
-    overdue: bool = False
-    deadline: Deadline = field(default_factory=Deadline)
 
 
 class Keeper:
@@ -73,26 +62,32 @@ class Keeper:
             streams: standard input, output and error of the launching process.
         """
         self._job: Channel | None = job
-        self._document = document
         self._streams = streams
-        self._plan, self._payload = read_document(document.fileno())
+        self._plan, payload = read_document(document.fileno())
+        self._notes, notes_end = (Fd(fd) for fd in os.pipe())
+        self._given = RankPlan(self._plan, payload, document, streams, notes_end)
         self._grace_s: float = self._plan["shutdown_timeout_s"]
-        self._ranks: list[_Rank] = []
-        self._attempt = 0
+        self._ranks = Ranks(self._grace_s, self._tell, self._answer)
         self._stopping: int | None = None
         self._answer_stop = False
         self._verdict: dict[str, Any] | None = None
+        self._refusal: OSError | None = None
         self._agent_exit: int | None = None
-        self._hard = Deadline()
-        self._leftovers = Deadline()
+        self._everything = Ultimatum()
+        self._leftovers = Ultimatum()
 
     def run(self) -> Role | None:
         """Keep the job until nothing of it is left; returns in forked children only."""
         adopt_orphans()
         self._watch = ChildWatch()
+        # One descriptor a rank is more than some limits allow; ranks get theirs back.
+        self._file_limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (self._file_limits[1], self._file_limits[1]))
         self._agent_channel, agents_end = channel_pair()
-        self._notes, self._notes_end = (Fd(fd) for fd in os.pipe())
-        self._agent_pid = self._fork()
+        try:
+            self._agent_pid = self._fork()
+        except OSError as error:
+            self._refusal, self._agent_pid, self._agent_exit = error, -1, -1
         if self._agent_pid == 0:
             return lambda: self._become_agent(agents_end)
         agents_end.close()
@@ -105,9 +100,10 @@ class Keeper:
 
     def _fork(self) -> int:
         keeper_pid = os.getpid()
-        pid = os.fork()
+        pid = fork()
         if pid == 0:
             self._watch.restore()
+            resource.setrlimit(resource.RLIMIT_NOFILE, self._file_limits)
             die_with_parent(keeper_pid)
         return pid
 
@@ -118,15 +114,12 @@ class Keeper:
         agent.run(self._plan, channel)
 
     def _step(self) -> Role | None:
-        with selectors.DefaultSelector() as selector:
-            for source in (self._watch, self._notes, self._agent_channel, self._job):
-                if source is not None and source.fileno() >= 0:
-                    selector.register(source, selectors.EVENT_READ)
-            ready = {key.fileobj for key, _ in selector.select(self._next_deadline_s())}
+        sources: list[Readable | None] = [self._watch, self._notes, self._agent_channel, self._job]
+        ready = wait_readable(filter(None, sources), self._next_deadline_s())
         role = None
         # What a rank said before it left is read before its end is looked at.
         if self._notes in ready:
-            self._read_notes()
+            self._ranks.read_notes(self._notes)
         if self._watch in ready:
             self._reap()
         if self._agent_channel in ready and self._agent_exit is None:
@@ -137,12 +130,13 @@ class Keeper:
             self._keep_deadlines()
         return role
 
-    def _next_deadline_s(self) -> float | None:
-        deadlines = [self._hard, self._leftovers, *(r.deadline for r in self._alive())]
-        return min((d.remaining_s for d in deadlines if d.remaining_s is not None), default=None)
+    def _ultimatums(self) -> Iterator[Ultimatum]:
+        yield from (self._everything, self._leftovers)
+        yield from (rank.leave for rank in self._ranks.alive())
 
-    def _alive(self) -> list[_Rank]:
-        return [rank for rank in self._ranks if not rank.ended]
+    def _next_deadline_s(self) -> float | None:
+        left = (each.remaining_s for each in self._ultimatums())
+        return min((seconds for seconds in left if seconds is not None), default=None)
 
     # -- the launching process ------------------------------------------------------------------
 
@@ -162,7 +156,7 @@ class Keeper:
             self._lose_launching_process()
             return
         if message["op"] == "kill":
-            self._hard.set(0)
+            self._everything.within(0)
         else:
             self._stop_job(message["signal"])
 
@@ -174,7 +168,7 @@ class Keeper:
 
     def _stop_job(self, signum: int) -> None:
         self._stopping = signum
-        self._hard.set(self._grace_s + _AGENT_LEAVES_S)
+        self._everything.within(self._grace_s + _AGENT_LEAVES_S)
         if self._agent_exit is None:
             kill(self._agent_pid, signum)
 
@@ -182,9 +176,14 @@ class Keeper:
         verdict = self._verdict or {"state": "lost", "exit": self._agent_exit}
         if self._stopping is not None:
             verdict = {"state": "stopped", "signal": self._stopping}
-        value = [r.outcome.fileno() for r in self._ranks if r.global_rank == 0]
+        if self._refusal is not None:
+            verdict = {"state": "refused", "message": refused(self._refusal)}
+        if self._is_in_vain():
+            stuck = sorted(set(children(recursive=False)) - {self._agent_pid})
+            kill_descendants()
+            verdict = {"state": "stuck", "pids": stuck}
         succeeded = verdict["state"] == "succeeded"
-        self._tell({**verdict, "op": "done"}, *(value if succeeded else ()))
+        self._tell({**verdict, "op": "done"}, *(self._ranks.value() if succeeded else ()))
 
     # -- the agent ------------------------------------------------------------------------------
 
@@ -196,12 +195,9 @@ class Keeper:
             return None
         operation = message["op"]
         if operation == "attempt":
-            self._begin_attempt(message["number"])
+            self._ranks.begin_attempt(message["number"])
         elif operation == "spawn":
             return self._fork_rank(message)
-        elif operation == "running":
-            pids = {str(rank.global_rank): rank.pid for rank in self._ranks}
-            self._tell({"op": "started", "attempt": self._attempt, "pids": pids})
         elif operation == "stop":
             self._stop_ranks(message["signal"])
             self._answer_stop = True
@@ -226,121 +222,44 @@ class Keeper:
             except Closed:
                 self._agent_channel.close()
 
-    def _begin_attempt(self, number: int) -> None:
-        for rank in self._ranks:
-            rank.outcome.close()
-        self._ranks = []
-        self._attempt = number
-
     def _fork_rank(self, order: dict[str, Any]) -> Role | None:
-        outcome = anonymous_file("outcome")
-        pid = self._fork()
+        try:
+            outcome = anonymous_file("outcome")
+            pid = self._fork()
+        except OSError as error:
+            self._refusal = error
+            for fd in (self._given.document, *self._streams):
+                fd.close()  # no rank will be forked again, and to end the others takes descriptors
+            self._stop_job(signal.SIGTERM)
+            return None
         if pid == 0:
-            return lambda: self._become_rank(order, outcome)
-        rank = _Rank(pid, order["local_rank"], int(order["env"]["RANK"]), outcome)
-        self._ranks.append(rank)
+            return lambda: ranks_of.become(self._given, order, outcome)
+        self._ranks.add(Rank(pid, order["local_rank"], int(order["env"]["RANK"]), outcome))
         self._answer({"op": "pid", "pid": pid})
         return None
 
-    def _become_rank(self, order: dict[str, Any], outcome: Fd) -> None:
-        start = worker.RankStart(outcome, self._notes_end, bool(order["stderr"]))
-        close_all_but([outcome, self._notes_end, self._document, *self._streams])
-        os.setsid()  # as torchrun's: a rank leads its own session
-        for number, stream in enumerate(self._streams):
-            name = (None, order["stdout"], order["stderr"])[number]
-            log = (
-                Fd(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)) if name else stream
-            )
-            os.dup2(log.fileno(), number)
-        environ = {**self._plan["environ"], **order["env"]}
-        os.chdir(self._plan["cwd"])
-        if self._plan["start_method"] == "spawn":
-            worker.exec_rank(start, self._document, environ, self._plan["program"]["path"])
-        close_all_but([outcome, self._notes_end])
-        os.environ.clear()
-        os.environ.update(environ)
-        worker.run(start, self._plan["program"], self._payload)
-
-    # -- the ranks ------------------------------------------------------------------------------
-
-    def _read_notes(self) -> None:
-        for note in worker.read_notes(self._notes):
-            rank = next((r for r in self._ranks if r.pid == note.pid), None)
-            if rank is None or rank.recorded is not None:
-                continue
-            rank.recorded = note.status
-            if note.status == "failed" and not rank.signalled:
-                rank.deadline.set(_FAILED_RANK_LEAVES_S)
-                self._report_failure(rank, note.exit_code)
-        if self._ranks and all(rank.recorded == "completed" for rank in self._ranks):
-            for rank in self._alive():
-                rank.deadline.set(max(self._grace_s, _FAILED_RANK_LEAVES_S))
-
-    def _report_failure(self, rank: _Rank, code: int) -> None:
-        facts = {
-            "op": "failed",
-            "attempt": self._attempt,
-            "local_rank": rank.local_rank,
-            "global_rank": rank.global_rank,
-            "recorded": rank.recorded,
-            "exit": code,
-        }
-        self._tell(facts, rank.outcome.fileno())
-        self._answer({"op": "failed", "local_rank": rank.local_rank, "exit": code})
-
     def _reap(self) -> None:
-        ended = self._watch.reap()
-        self._read_notes()  # written before the deaths that were just seen
-        died = []
-        for pid, status in ended:
-            if pid == self._agent_pid:
-                self._agent_exit = exit_code(status)
-                self._hear_last_words()
-            died += [(rank, exit_code(status)) for rank in self._ranks if rank.pid == pid]
-        # An abort is often a library's answer to another rank's death: look at it last.
-        for rank, code in sorted(died, key=lambda pair: pair[1] == -signal.SIGABRT):
-            rank.ended = True
-            self._judge_exit(rank, code)
-        if died and not self._alive() and all(r.recorded == "completed" for r in self._ranks):
-            self._answer({"op": "finished"})
-
-    def _judge_exit(self, rank: _Rank, code: int) -> None:
-        if rank.overdue and rank.recorded == "completed":
-            self._tell({"op": "lingered", "global_rank": rank.global_rank})
-        elif rank.recorded == "completed" and code != 0 and not rank.signalled:
-            rank.recorded = "crashed"
-            self._report_failure(rank, code)
-        elif rank.recorded is None and not rank.signalled:
-            self._report_failure(rank, code)
+        ended = {pid: exit_code(status) for pid, status in self._watch.reap()}
+        self._ranks.read_notes(self._notes)  # written before the deaths that were just seen
+        if self._agent_pid in ended:
+            self._agent_exit = ended[self._agent_pid]
+            self._hear_last_words()
+        self._ranks.judge(ended)
 
     def _stop_ranks(self, signum: int) -> None:
-        self._read_notes()  # what failed before this did not fail by it
-        for rank in self._alive():
-            if rank.recorded is None:
-                rank.signalled = True
-                kill_group(rank.pid, signum)
-            rank.deadline.set(self._grace_s)
+        self._ranks.read_notes(self._notes)  # what failed before this did not fail by it
+        self._ranks.stop(signum)
 
     # -- time -----------------------------------------------------------------------------------
 
     def _keep_deadlines(self) -> None:
-        if self._hard.passed:
-            for rank in self._alive():
-                rank.signalled = True
+        if self._everything.strikes():
+            self._ranks.expect_to_be_killed()
             kill_descendants()
-            self._hard.clear()
-            self._hard.set(1)
-        for rank in self._alive():
-            if rank.deadline.passed:
-                rank.overdue = rank.signalled = True
-                kill_group(rank.pid, signal.SIGKILL)
-                kill(rank.pid, signal.SIGKILL)
-                rank.deadline.clear()
-        if self._leftovers.passed:
+        self._ranks.kill_overdue()
+        if self._leftovers.strikes():
             kill_descendants(spare=self._agent_alive())
-            self._leftovers.clear()
-            self._leftovers.set(1)
-        if self._answer_stop and not self._alive() and self._nothing_left(ask=True):
+        if self._answer_stop and not self._ranks.alive() and self._nothing_left(ask=True):
             self._answer_stop = False
             self._answer({"op": "stopped"})
 
@@ -357,16 +276,21 @@ class Keeper:
         if not left:
             self._leftovers.clear()
         elif self._leftovers.remaining_s is None:
-            self._leftovers.set(_LEFTOVERS_S if ask else self._grace_s)
+            self._leftovers.within(_LEFTOVERS_S if ask else self._grace_s)
             for pid in left if ask else ():
                 kill(pid, signal.SIGTERM)
         return not left
 
+    def _is_in_vain(self) -> bool:
+        return any(each.is_in_vain for each in self._ultimatums())
+
     def _done(self) -> bool:
+        if self._is_in_vain():
+            return True
         if self._agent_exit is None:
             return False
-        if self._alive():
-            if any(rank.deadline.remaining_s is None for rank in self._alive()):
+        if self._ranks.alive():
+            if not self._ranks.all_are_asked():
                 self._stop_ranks(self._stopping or signal.SIGTERM)
             return False
         succeeded = self._verdict is not None and self._verdict["state"] == "succeeded"

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import pickle
 import socket
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hydra_torchrun_launcher.errors import RankFailedError, RankPlace, StartError, describe_exit
+from hydra_torchrun_launcher.errors import (
+    RankFailedError,
+    RankPlace,
+    StartError,
+    describe_exit,
+    signal_name,
+)
 from hydra_torchrun_launcher.job_files import ERROR, STDERR, RankFolders
 from hydra_torchrun_launcher.wire import Fd, read_document
 
@@ -61,12 +68,12 @@ class Failure:
     def report(self) -> str:
         """Describe the failure with its traceback."""
         if self.recorded is not None and self.recorded["status"] == "raised":
-            return f"{self.place} raised\n{self.recorded['traceback'].rstrip()}"
+            return self.place.tell(f"raised\n{self.recorded['traceback'].rstrip()}")
         return self.line()
 
     def line(self) -> str:
         """Describe the failure in a line."""
-        return f"{self.place} {self._what()}"
+        return self.place.tell(self._what())
 
     def _what(self) -> str:
         if self.recorded is not None and self.recorded["status"] == "raised":
@@ -80,7 +87,10 @@ class Failure:
     def error(self, others: Sequence[Failure]) -> BaseException:
         """Return the exception for the JobReturn: the rank's own wherever it can be rebuilt."""
         error = self._own_error() or RankFailedError(self.place, self._what_in_full())
-        notes = [f"in {self.place}", *(f"also failed: {other.line()}" for other in others)]
+        notes = [
+            f"in {self.place}; log: {self.place.log}",
+            *(f"also failed: {other.line()}" for other in others),
+        ]
         if hasattr(error, "add_note"):  # Python >= 3.11
             for note in notes if not isinstance(error, RankFailedError) else notes[1:]:
                 error.add_note(note)
@@ -94,7 +104,7 @@ class Failure:
         except Exception:  # noqa: BLE001 - its text is there all the same
             return None
         # What is not an Exception (KeyboardInterrupt) would tear through the sweeper.
-        return error if isinstance(error, Exception) else None
+        return _without_carets(error) if isinstance(error, Exception) else None
 
     def _what_in_full(self) -> str:
         if self.recorded is None or self.recorded["status"] != "raised":
@@ -104,11 +114,45 @@ class Failure:
         return f"{self._what()}{reason}\n{self.recorded['traceback'].rstrip()}"
 
 
+def _without_carets(error: Exception) -> Exception:
+    """Forget where in its lines a rebuilt traceback stands: that does not travel, and a printed
+    traceback would point at the wrong words.
+    """
+    seen: list[BaseException] = []
+    left: list[BaseException | None] = [error]
+    while left:
+        each = left.pop()
+        if each is None or each in seen:
+            continue
+        seen.append(each)
+        each.__traceback__ = _lines_only(each.__traceback__)
+        left += [each.__cause__, each.__context__]
+    return error
+
+
+def _lines_only(trace: types.TracebackType | None) -> types.TracebackType | None:
+    steps = []
+    while trace is not None:
+        steps.append(trace)
+        trace = trace.tb_next
+    for step in reversed(steps):  # an instruction before the first has no place in its line
+        trace = types.TracebackType(trace, step.tb_frame, -1, step.tb_lineno)
+    return trace
+
+
 def describe(state: str, done: dict[str, Any], ended: dict[str, Any] | None) -> str:
     """Say what became of a job that ended without a verdict."""
     if state == "keeper lost":
-        how = f" ({describe_exit(ended['exit'])})" if ended else ""
-        return f"the job's keeper process was lost{how}; what it ran has been ended"
+        how = describe_exit(ended["exit"]) if ended else "was lost"
+        return f"the job's keeper process {how}; what it ran has been ended"
+    if state == "stopped":
+        return f"the job's agent process was stopped by {signal_name(done['signal'])}"
+    if state == "stuck":
+        pids = ", ".join(map(str, done["pids"]))
+        return (
+            f"the kernel does not end process {pids}, which waits for a device or a file server "
+            "(state D in ps); it is left behind"
+        )
     if state == "lost":
         return f"the job's agent process {describe_exit(done['exit'])}"
     return "its ranks did not all finish"

@@ -249,10 +249,12 @@ def _uses_cache(resolver: Any) -> bool:
 def _evaluate(node: Any, raw: Any, marks: tuple[str, ...]) -> None:
     """Read every value of `node` whose unresolved form in `raw` holds one of the marks."""
     for key, value in raw.items() if isinstance(raw, dict) else enumerate(raw):
-        if isinstance(value, str) and any(mark in value for mark in marks):
-            try:
-                node[key]
-            except Exception:  # noqa: BLE001, S112 - the reader's error, if anyone reads it
-                continue
-        elif isinstance(value, dict | list):
-            _evaluate(node[key], value, marks)
+        names_one = isinstance(value, str) and any(mark in value for mark in marks)
+        if not names_one and not isinstance(value, dict | list):
+            continue
+        try:
+            found = node[key]
+        except Exception:  # noqa: BLE001, S112 - the reader's error, if anyone reads it
+            continue
+        if not names_one:
+            _evaluate(found, value, marks)

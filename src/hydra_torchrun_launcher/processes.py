@@ -19,6 +19,8 @@ import psutil
 
 from hydra_torchrun_launcher.wire import Fd
 
+_KERNEL_OBEYS_S = 30
+"""How long the kernel has to end a killed process: much memory is not freed in a moment."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LINUX = sys.platform.startswith("linux")
@@ -82,8 +84,12 @@ def kill(pid: int, signum: int) -> None:
 
 def kill_group(pid: int, signum: int) -> None:
     """Send a signal to the session that `pid` leads, as torchrun does to its ranks."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+    try:
         os.killpg(pid, signum)
+    except ProcessLookupError:
+        kill(pid, signum)  # it was forked this moment and leads no session yet
+    except PermissionError:
+        return
 
 
 def children(*, recursive: bool) -> list[int]:
@@ -161,8 +167,8 @@ class Deadline:
         """Start as never."""
         self._at: float | None = None
 
-    def set(self, seconds: float) -> None:
-        """Move it to `seconds` from now, unless it lies nearer already."""
+    def within(self, seconds: float) -> None:
+        """Bring it to `seconds` from now, unless it lies nearer already."""
         at = time.monotonic() + seconds
         self._at = at if self._at is None else min(self._at, at)
 
@@ -179,3 +185,31 @@ class Deadline:
     def passed(self) -> bool:
         """Whether it lies behind us."""
         return self._at is not None and time.monotonic() >= self._at
+
+
+class Ultimatum(Deadline):
+    """A deadline, and then a SIGKILL every second until the kernel has obeyed."""
+
+    def __init__(self) -> None:
+        """Start as never."""
+        super().__init__()
+        self._strikes = 0
+
+    def clear(self) -> None:
+        """Make it never."""
+        super().clear()
+        self._strikes = 0
+
+    def strikes(self) -> bool:
+        """Whether it is time for a SIGKILL; the caller sends it."""
+        if not self.passed:
+            return False
+        super().clear()
+        self.within(1)
+        self._strikes += 1
+        return True
+
+    @property
+    def is_in_vain(self) -> bool:
+        """Whether the kernel has had its time (a process on a dead file server does not end)."""
+        return self._strikes > _KERNEL_OBEYS_S

@@ -5,26 +5,31 @@ forks a keeper for each job and ends what a keeper that was killed leaves behind
 from __future__ import annotations
 
 import os
-import selectors
 import sys
 import traceback
 from typing import NoReturn
 
 import torch
 
+from hydra_torchrun_launcher.errors import refused
 from hydra_torchrun_launcher.keeper import Keeper, Role
 from hydra_torchrun_launcher.processes import (
     ChildWatch,
-    Deadline,
+    Ultimatum,
     adopt_orphans,
     children,
     exit_code,
     kill_descendants,
 )
-from hydra_torchrun_launcher.wire import Channel, Closed, Fd, channel_from, close_all_but
-
-_ORPHANS_S = 10
-"""How long the server waits for killed orphans to be gone (one stuck in the kernel may not be)."""
+from hydra_torchrun_launcher.wire import (
+    Channel,
+    Closed,
+    Fd,
+    channel_from,
+    close_all_but,
+    fork,
+    wait_readable,
+)
 
 
 def serve(channel: Channel) -> NoReturn:
@@ -48,6 +53,8 @@ class _Server:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._keepers: dict[int, int] = {}
+        self._ended: dict[int, int] = {}
+        self._orphans = Ultimatum()
         self._counter: int | None = None
         self._closed = False
 
@@ -55,18 +62,16 @@ class _Server:
         adopt_orphans()
         self._watch = ChildWatch()
         self._tell({"op": "ready", "pid": os.getpid()})
-        while self._keepers or not self._closed:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._watch, selectors.EVENT_READ)
-                if not self._closed:
-                    selector.register(self._channel, selectors.EVENT_READ)
-                ready = {key.fileobj for key, _ in selector.select()}
+        while self._keepers or self._ended or not self._closed:
+            sources = [self._watch, *(() if self._closed else (self._channel,))]
+            ready = wait_readable(sources, self._orphans.remaining_s)
             if self._watch in ready:
                 self._reap()
             if self._channel in ready:
                 role = self._hear()
                 if role is not None:
                     return role
+            self._end_orphans()
         return None
 
     def _tell(self, message: dict[str, object]) -> None:
@@ -81,7 +86,11 @@ class _Server:
         except Closed:
             self._closed = True
             return None
-        pid = os.fork()
+        try:
+            pid = fork()
+        except OSError as error:
+            self._tell({**message, "op": "refused", "message": refused(error)})
+            return None
         if pid == 0:
             self._watch.restore()
             return self._count if message["op"] == "count" else _keeper(fds)
@@ -102,26 +111,23 @@ class _Server:
         for pid, status in self._watch.reap():
             if pid == self._counter and status != 0:
                 self._tell({"op": "counted", "accelerators": 0, "gpus": 0})
-            if pid not in self._keepers:
-                continue
-            job = self._keepers.pop(pid)
-            if status != 0:
-                self._end_orphans()
-            self._tell({"op": "ended", "job": job, "exit": exit_code(status)})
+            if pid in self._keepers:
+                self._ended[self._keepers.pop(pid)] = exit_code(status)
+                if status != 0:
+                    self._orphans.within(0)
 
     def _end_orphans(self) -> None:
-        """Kill what a killed keeper left to us, until the kernel says that it is gone."""
-        deadline = Deadline()
-        deadline.set(_ORPHANS_S)
-        early = []
-        while set(children(recursive=False)) - set(self._keepers) and not deadline.passed:
+        """Kill what a killed keeper left to us; the end of its job is told when that is gone."""
+        if self._orphans.strikes():
             kill_descendants(spare=self._keepers)
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._watch, selectors.EVENT_READ)
-                selector.select(deadline.remaining_s)
-            early += [pid for pid, _ in self._watch.reap() if pid in self._keepers]
-        for pid in early:  # another keeper that ended meanwhile
-            self._tell({"op": "ended", "job": self._keepers.pop(pid), "exit": 0})
+        if self._orphans.remaining_s is not None and not self._orphans.is_in_vain:
+            ours = {*self._keepers, self._counter}
+            if set(children(recursive=False)) - ours:
+                return
+        self._orphans.clear()
+        while self._ended:
+            job, code = self._ended.popitem()
+            self._tell({"op": "ended", "job": job, "exit": code})
 
 
 def _keeper(fds: list[Fd]) -> Role:

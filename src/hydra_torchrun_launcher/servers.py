@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-import selectors
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import psutil
@@ -18,7 +18,16 @@ import psutil
 from hydra_torchrun_launcher import processes
 from hydra_torchrun_launcher.errors import JobStoppedError, StartError
 from hydra_torchrun_launcher.signals import SignalWatch
-from hydra_torchrun_launcher.wire import Channel, Closed, channel_from, channel_pair, close_all_but
+from hydra_torchrun_launcher.wire import (
+    Channel,
+    Closed,
+    Readable,
+    channel_from,
+    channel_pair,
+    close_all_but,
+    fork,
+    wait_readable,
+)
 
 _LOAD_TIME = (
     "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "GOTO_", "LD_", "PYTHON", "TORCH_",
@@ -75,7 +84,7 @@ class Server:
         self.ready = False
         self._popen = popen
         self._start = processes.Deadline()
-        self._start.set(_START_S)
+        self._start.within(_START_S)
         self._owner = os.getpid()
 
     @classmethod
@@ -102,7 +111,7 @@ class Server:
         """Fork a server from this process, whose memory the ranks will see."""
         ours, theirs = channel_pair()
         parent = os.getpid()
-        pid = os.fork()
+        pid = fork()
         if pid == 0:
             try:
                 in_child()
@@ -163,18 +172,19 @@ class Server:
             StartError: there is no answer.
             JobStoppedError: a signal came first.
         """
-        self.channel.send({"op": operation})
         deadline = processes.Deadline()
-        deadline.set(_START_S)
+        deadline.within(_START_S)
+        with suppress(Closed):  # it is dead: said below
+            self.channel.send({"op": operation})
         while not self.dead and not deadline.passed:
-            with selectors.DefaultSelector() as selector:
-                selector.register(watch, selectors.EVENT_READ)
-                selector.register(self.channel, selectors.EVENT_READ)
-                ready = {key.fileobj for key, _ in selector.select(deadline.remaining_s)}
+            sources: list[Readable] = [watch, self.channel]
+            ready = wait_readable(sources, deadline.remaining_s)
             if watch.received is not None:
                 self.close()
                 raise JobStoppedError(watch.received)
             message = self.hear() if self.channel in ready else None
+            if message is not None and message["op"] == "refused":
+                raise StartError(message["message"])
             if message is not None and message["op"] != "ready":
                 return message
         problem = f"The launcher's server (pid {self.pid}) did not answer"

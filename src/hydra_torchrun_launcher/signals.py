@@ -30,6 +30,7 @@ class SignalWatch:
         os.set_blocking(read, False)
         os.set_blocking(write, False)
         self._wakeup: int | None = None
+        self._owner = os.getpid()
         if threading.current_thread() is not threading.main_thread():
             return
         self._wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -50,6 +51,12 @@ class SignalWatch:
         except BlockingIOError:
             return
 
+    def close(self) -> None:
+        """Stop watching."""
+        self.restore()
+        self._read.close()
+        self._write.close()
+
     def restore(self) -> None:
         """Give the user's handlers back."""
         if self._wakeup is not None:
@@ -62,7 +69,9 @@ class SignalWatch:
         self.count += 1
         if self.received is None:
             self.received = signum
-        if self.count > 2:  # noqa: PLR2004 - asked, insisted, and now: at once
+        insisted = self.count > 2  # noqa: PLR2004 - asked, killed, and now: at once
+        # A child that a callback of the user's forked has a life of its own.
+        if insisted or os.getpid() != self._owner:
             before: Callable[[int, FrameType | None], Any] | int = self._before[signum]
             self.restore()
             if callable(before):

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import mmap
 import os
 import select
 import socket
 import tempfile
+import threading
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 _MAX_MESSAGE = 1 << 18
 _MAX_FDS = 8
@@ -48,6 +50,13 @@ class Fd:
         return fd
 
     __del__ = close
+
+
+class Readable(Protocol):
+    """What a descriptor tells about."""
+
+    def fileno(self) -> int:
+        """Return its number, or -1 once closed."""
 
 
 class Closed(Exception):  # noqa: N818 - a state of the peer, not a mistake
@@ -111,11 +120,25 @@ class Channel(Fd):
             os.set_inheritable(fd, False)
         return json.loads(data), [Fd(fd) for fd in fds]
 
-    def readable(self, timeout_s: float) -> bool:
-        """Wait until there is something to receive (or an end-of-file), at most so long."""
-        poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
-        return bool(poll.poll(timeout_s * 1000))
+
+_Source = TypeVar("_Source", bound=Readable)
+
+
+def wait_readable(sources: Iterable[_Source], timeout_s: float | None) -> list[_Source]:
+    """Return the sources in which there is something to read, or an end-of-file.
+
+    It needs no descriptor of its own: it works where there are none left.
+
+    Args:
+        sources: what to wait for; those that are closed are left out.
+        timeout_s: how long at most, in seconds; None: for ever.
+    """
+    poll = select.poll()
+    by_number = {source.fileno(): source for source in sources if source.fileno() >= 0}
+    for number in by_number:
+        poll.register(number, select.POLLIN)
+    found = poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
+    return [by_number[number] for number, _ in found]
 
 
 def channel_pair() -> tuple[Channel, Channel]:
@@ -128,6 +151,39 @@ def channel_from(fd: int) -> Channel:
     """Return the channel with descriptor `fd`, inherited or received, and own it."""
     os.set_inheritable(fd, False)
     return Channel(socket.socket(fileno=fd))
+
+
+class _Forking(threading.local):
+    """Whether this thread forks a process of ours, which picks what it keeps itself."""
+
+    ours = False
+
+
+_forking = _Forking()
+
+
+def fork() -> int:
+    """Fork a process of ours: its first act is to close what it was not given."""
+    _forking.ours = True
+    try:
+        return os.fork()
+    finally:
+        _forking.ours = False
+
+
+def _leave_connections() -> None:
+    """Leave the connections to the parent in a child that the user's code forked.
+
+    It may outlive the parent, and with a copy of the parent's end of a connection it would hide
+    the parent's death from the other end.
+    """
+    if not _forking.ours:
+        for fd in list(_open):
+            if isinstance(fd, Channel):
+                fd.close()
+
+
+os.register_at_fork(after_in_child=_leave_connections)
 
 
 def close_all_but(keep: Iterable[Fd]) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from hydra_torchrun_launcher.errors import UnsendableValueError
+from hydra_torchrun_launcher.errors import StartError, UnsendableValueError, printable, refused
 from hydra_torchrun_launcher.processes import flush_standard_streams, python_command
 from hydra_torchrun_launcher.wire import Fd, read_document, write_document
 
@@ -94,14 +94,23 @@ def main(outcome: int, notes: int, document: int, stderr_is_a_file: bool) -> NoR
     run(RankStart(Fd(outcome), Fd(notes), stderr_is_a_file), plan["program"], body)
 
 
-def run(start: RankStart, program: dict[str, Any], body: bytes) -> NoReturn:
-    """Become the rank: environment, descriptors and directory are set, all else is done here."""
+def run(
+    start: RankStart, program: dict[str, Any], body: bytes, problem: OSError | None = None
+) -> NoReturn:
+    """Become the rank: environment, descriptors and directory are set, all else is done here.
+
+    Args:
+        start: where its outcome goes.
+        program: the user's program, as plain data.
+        body: the pickled work.
+        problem: why environment, descriptors or directory could not be set.
+    """
     _freshen()
     faulthandler.enable()
     me = _Identity.of(start)
     code = 1
     try:
-        ending = _run(program, body)
+        ending = _run(program, body) if problem is None else _refused(problem)
         # A child that the task forked may come back from it too: only the rank has an outcome.
         code = _record(start, me, ending) if os.getpid() == me.pid else ending.exit_code
     except BaseException:  # noqa: BLE001 - the outcome could not be recorded
@@ -176,6 +185,10 @@ class _Ending:
     exit_code: int = 0
 
 
+def _refused(problem: OSError) -> _Ending:
+    return _Ending(error=StartError(refused(problem)), exit_code=1)
+
+
 def _run(program: dict[str, Any], body: bytes) -> _Ending:
     from hydra_torchrun_launcher import payload, rank_logging
 
@@ -216,7 +229,7 @@ def _record(start: RankStart, me: _Identity, ending: _Ending) -> int:
             body = _pickle_value(ending.value)
         except Exception as error:  # noqa: BLE001 - any type may raise anything here
             ending = _Ending(error=_unsendable(ending.value, error), exit_code=1)
-    header: dict[str, Any] = {"status": "completed", "exit": ending.exit_code}
+    header: dict[str, Any] = {"status": "completed"}
     if ending.error is not None:
         header, body = _describe(ending)
         _write_error_file(header, me.error_file)
@@ -256,10 +269,9 @@ def _describe(ending: _Ending) -> tuple[dict[str, Any], bytes]:
     _drop_own_frames(error)
     # The script's own classes are shown as they are called where it is the main module.
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    text = text.replace("__mp_main__.", "")
+    text = printable(text).replace("__mp_main__.", "")
     header = {
         "status": "exit" if isinstance(error, SystemExit) else "raised",
-        "exit": ending.exit_code,
         "type": type(error).__qualname__,
         "message": _text(error),
         "traceback": text,
@@ -275,7 +287,7 @@ def _describe(ending: _Ending) -> tuple[dict[str, Any], bytes]:
 
 def _text(error: BaseException) -> str:
     try:
-        return str(error)
+        return printable(str(error))
     except Exception as problem:  # noqa: BLE001 - a user's __str__ may raise
         return f"<its text cannot be shown: {type(problem).__name__}>"
 

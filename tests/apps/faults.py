@@ -54,6 +54,21 @@ def deep(depth: int) -> None:
     deep(depth - 1)
 
 
+def raise_late(*_: Any) -> None:
+    raise ScriptError("raised when it was told to leave")
+
+
+def answer_the_end(mine: bool) -> None:
+    """Raise in one rank; the other raises when it is asked to leave."""
+    if not mine:
+        signal.signal(signal.SIGTERM, raise_late)
+        note("handling")
+        hang()
+    while not list(Path(HydraConfig.get().runtime.output_dir).glob("handling.*")):
+        time.sleep(0.01)
+    raise ScriptError("the first")
+
+
 def hang() -> None:
     while True:
         time.sleep(3600)
@@ -63,6 +78,8 @@ def fail(fault: str) -> Any:  # noqa: C901, PLR0912, PLR0915
     """End, or return, as the fault says."""
     if fault == "raise":
         raise ScriptError("raised on purpose")
+    if fault == "surrogate":
+        raise ScriptError("lone \udc80")
     if fault == "chained":
         try:
             raise KeyError("the first")
@@ -140,7 +157,7 @@ def note(name: str) -> None:
 
 
 @hydra.main(version_base="1.3", config_path=".", config_name="faults")
-def main(cfg: DictConfig) -> Any:
+def main(cfg: DictConfig) -> Any:  # noqa: C901
     rank = int(os.environ["RANK"])
     note("started")
     my_job = cfg.at_job in (HydraConfig.get().job.num, "all")
@@ -160,6 +177,8 @@ def main(cfg: DictConfig) -> Any:
         while not list(Path(HydraConfig.get().runtime.output_dir).glob("ignoring.*")):
             time.sleep(0.01)
         raise ScriptError("the other rank ignores SIGTERM")
+    if cfg.fault == "raises_on_sigterm" and my_job:
+        answer_the_end(mine)
     if cfg.fault == "raise_in_collective":
         dist.init_process_group("gloo")
         if mine:

@@ -1,0 +1,203 @@
+"""The ranks of a job's attempt as their keeper sees them: forked, heard, judged, ended (runs in the
+keeper).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra_torchrun_launcher import worker
+from hydra_torchrun_launcher.processes import Ultimatum, kill, kill_group
+from hydra_torchrun_launcher.wire import Fd, close_all_but
+
+_FAILED_RANK_LEAVES_S = 5
+"""How long a rank that failed may spend in `atexit` before it is killed."""
+
+
+@dataclass
+class Rank:
+    """One rank's process.
+
+    Attributes:
+        recorded: what its outcome says: None yet, "completed", "failed", or "crashed" where it
+            completed and did not leave well.
+        signalled: whether it was told to leave, so that how it leaves is no failure.
+        overdue: whether it was killed because it did not leave in time.
+    """
+
+    pid: int
+    local_rank: int
+    global_rank: int
+    outcome: Fd
+    recorded: str | None = None
+    ended: bool = False
+    signalled: bool = False
+    overdue: bool = False
+    leave: Ultimatum = field(default_factory=Ultimatum)
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What every rank of a job is given.
+
+    Attributes:
+        plan: the job's plan.
+        payload: the ranks' work, opaque here.
+        document: both, for a rank that is an interpreter of its own.
+        streams: standard input, output and error of the launching process.
+        notes: where ranks say that their outcome is recorded.
+    """
+
+    plan: dict[str, Any]
+    payload: bytes
+    document: Fd
+    streams: list[Fd]
+    notes: Fd
+
+
+def become(given: RankPlan, order: dict[str, Any], outcome: Fd) -> None:
+    """Be the rank that the agent ordered, in a process forked for it; never returns."""
+    os.setsid()  # as torchrun's: a rank leads its own session
+    start = worker.RankStart(outcome, given.notes, bool(order["stderr"]))
+    close_all_but([outcome, given.notes, given.document, *given.streams])
+    environ = {**given.plan["environ"], **order["env"]}
+    problem = None
+    try:
+        os.chdir(given.plan["cwd"])
+        _take_streams(given.streams, (None, order["stdout"], order["stderr"]))
+        if given.plan["start_method"] == "spawn":
+            worker.exec_rank(start, given.document, environ, given.plan["program"]["path"])
+    except OSError as error:
+        problem = error
+    close_all_but([outcome, given.notes])
+    os.environ.clear()
+    os.environ.update(environ)
+    worker.run(start, given.plan["program"], given.payload, problem)
+
+
+def _take_streams(streams: list[Fd], names: Iterable[str | None]) -> None:
+    for number, (stream, name) in enumerate(zip(streams, names, strict=True)):
+        os.dup2(stream.fileno(), number)
+        if name:
+            file = Fd(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666))
+            os.dup2(file.fileno(), number)
+            file.close()
+
+
+class Ranks:
+    """The ranks of the current attempt."""
+
+    def __init__(
+        self,
+        grace_s: float,
+        tell: Callable[..., None],
+        answer: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """Have none yet.
+
+        Args:
+            grace_s: how long they have to leave once they were asked to.
+            tell: sends a message and descriptors to the launching process.
+            answer: sends a message to the agent.
+        """
+        self._grace_s = grace_s
+        self._tell = tell
+        self._answer = answer
+        self._attempt = 0
+        self._ranks: list[Rank] = []
+
+    def begin_attempt(self, number: int) -> None:
+        """Forget those of the attempt before."""
+        for rank in self._ranks:
+            rank.outcome.close()
+        self._ranks = []
+        self._attempt = number
+
+    def add(self, rank: Rank) -> None:
+        """Look after one more."""
+        self._ranks.append(rank)
+
+    def alive(self) -> list[Rank]:
+        """Return those that have not ended."""
+        return [rank for rank in self._ranks if not rank.ended]
+
+    def all_are_asked(self) -> bool:
+        """Whether each that lives has a time to leave."""
+        return all(rank.leave.remaining_s is not None for rank in self.alive())
+
+    def value(self) -> list[int]:
+        """Return the descriptor of rank 0's outcome, if rank 0 is on this node."""
+        return [rank.outcome.fileno() for rank in self._ranks if rank.global_rank == 0]
+
+    def read_notes(self, notes: Fd) -> None:
+        """Take in which ranks have recorded their outcome."""
+        for note in worker.read_notes(notes):
+            rank = next((each for each in self._ranks if each.pid == note.pid), None)
+            if rank is None or rank.recorded is not None:
+                continue
+            rank.recorded = note.status
+            if note.status == "failed" and not rank.signalled:
+                rank.leave.within(_FAILED_RANK_LEAVES_S)
+                self._report_failure(rank, note.exit_code)
+        if self._ranks and self._all_completed():
+            for rank in self.alive():
+                rank.leave.within(max(self._grace_s, _FAILED_RANK_LEAVES_S))
+
+    def judge(self, ended: dict[int, int]) -> None:
+        """Take in which processes ended, by pid, with their exit codes."""
+        died = [rank for rank in self._ranks if rank.pid in ended and not rank.ended]
+        # An abort is often a library's answer to another rank's death: look at it last.
+        for rank in sorted(died, key=lambda rank: ended[rank.pid] == -signal.SIGABRT):
+            rank.ended = True
+            self._judge_exit(rank, ended[rank.pid])
+        if died and not self.alive() and self._all_completed():
+            self._answer({"op": "finished"})
+
+    def stop(self, signum: int) -> None:
+        """Ask those that still work to leave, and give all a time for it."""
+        for rank in self.alive():
+            if rank.recorded is None:
+                rank.signalled = True
+                kill_group(rank.pid, signum)
+            rank.leave.within(self._grace_s)
+
+    def expect_to_be_killed(self) -> None:
+        """Take the end of those that live as no failure from now on."""
+        for rank in self.alive():
+            rank.signalled = True
+
+    def kill_overdue(self) -> None:
+        """Kill those that did not leave in time, and what shares their session."""
+        for rank in self.alive():
+            if rank.leave.strikes():
+                rank.overdue = rank.signalled = True
+                kill_group(rank.pid, signal.SIGKILL)
+                kill(rank.pid, signal.SIGKILL)  # it may have moved to another group
+
+    def _all_completed(self) -> bool:
+        return all(rank.recorded == "completed" for rank in self._ranks)
+
+    def _judge_exit(self, rank: Rank, code: int) -> None:
+        if rank.overdue and rank.recorded == "completed":
+            self._tell({"op": "lingered", "global_rank": rank.global_rank})
+        elif rank.recorded == "completed" and code != 0 and not rank.signalled:
+            rank.recorded = "crashed"
+            self._report_failure(rank, code)
+        elif rank.recorded is None and not rank.signalled:
+            self._report_failure(rank, code)
+
+    def _report_failure(self, rank: Rank, code: int) -> None:
+        facts = {
+            "op": "failed",
+            "attempt": self._attempt,
+            "local_rank": rank.local_rank,
+            "global_rank": rank.global_rank,
+            "recorded": rank.recorded,
+            "exit": code,
+        }
+        self._tell(facts, rank.outcome.fileno())
+        self._answer({"op": "failed", "local_rank": rank.local_rank, "exit": code})
