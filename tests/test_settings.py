@@ -4,49 +4,54 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from conftest import Sweep
+from omegaconf import OmegaConf
 
-from hydra_torchrun_launcher import config
 from hydra_torchrun_launcher.config import StartMethod, TorchrunConf
 from hydra_torchrun_launcher.errors import SettingsError
+from hydra_torchrun_launcher.machine import cpu_cores
+from hydra_torchrun_launcher.settings import check
 
 Run = Callable[..., Sweep]
 
 
-def raw(**changes: object) -> dict[str, object]:
-    return {**vars(TorchrunConf()), **changes}
+def raw(**changes: object) -> dict[str, Any]:
+    """Return settings as Hydra composes them: the defaults and some changes."""
+    defaults: Any = OmegaConf.to_container(OmegaConf.structured(TorchrunConf), resolve=True)
+    return {**defaults, **changes}
 
 
 def test_defaults_are_torchruns() -> None:
     """Unset settings are the torchrun command's, but for the console, which is rank 0's."""
-    settings = config.check(raw(), {})
+    settings = check(raw(), {})
     assert settings.max_restarts == 0
     assert settings.shutdown_timeout_s == 30
     assert settings.signals == ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
     assert settings.start_method is StartMethod.forkserver
     assert settings.console_ranks == (0,)
-    assert config.check(raw(), {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}).shutdown_timeout_s == 7
+    assert check(raw(), {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}).shutdown_timeout_s == 7
 
 
 @pytest.mark.parametrize("value", [1, 8, "3", "gpu", "cpu", "auto"])
 def test_good_nproc(value: object) -> None:
     """Numbers and torchrun's words are accepted."""
     expected = int(value) if str(value).isdecimal() else value
-    assert config.check(raw(nproc_per_node=value), {}).nproc_per_node == expected
+    assert check(raw(nproc_per_node=value), {}).nproc_per_node == expected
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, None, "", "many", "-2", [2]])
 def test_bad_nproc(value: object) -> None:
     """Anything else is refused with its value and what is allowed."""
     with pytest.raises(SettingsError, match=r"nproc_per_node=.*expected a number from 1"):
-        config.check(raw(nproc_per_node=value), {})
+        check(raw(nproc_per_node=value), {})
 
 
 def test_streams_by_rank() -> None:
     """Ranks above 9 can be addressed, which torch's own parser cannot."""
-    settings = config.check(raw(redirects="3", tee="0:1,12:3", local_ranks_filter=""), {})
+    settings = check(raw(redirects="3", tee="0:1,12:3", local_ranks_filter=""), {})
     assert settings.redirects == {-1: 3}
     assert settings.tee == {0: 1, 12: 3}
     assert settings.console_ranks is None
@@ -66,7 +71,7 @@ def test_all_problems_in_one_message() -> None:
         "local_ranks_filter": "a",
     }
     with pytest.raises(SettingsError) as caught:
-        config.check(raw(**bad), {})
+        check(raw(**bad), {})
     assert all(
         f"hydra.launcher.{name}={value!r}" in str(caught.value) for name, value in bad.items()
     )
@@ -84,7 +89,7 @@ def test_all_problems_in_one_message() -> None:
 def test_value_that_would_break_the_launcher(name: str, value: object) -> None:
     """What cannot be handled, waited for or overridden is refused."""
     with pytest.raises(SettingsError, match=f"hydra.launcher.{name}="):
-        config.check(raw(**{name: value}), {})
+        check(raw(**{name: value}), {})
 
 
 @pytest.mark.hydra_versions
@@ -188,7 +193,7 @@ def test_auto_counts_cores_without_accelerators(sweep: Run) -> None:
     """`auto` is a rank for each accelerator, or else for each core this process may use."""
     run = sweep("faults.py", "hydra.launcher.nproc_per_node=auto").wait()
     assert run.status == 0, run.output
-    assert len(list(run.directory.glob("0/started.*"))) == config.cpu_cores()
+    assert len(list(run.directory.glob("0/started.*"))) == cpu_cores()
 
 
 def test_gpu_without_gpus_is_refused(sweep: Run) -> None:

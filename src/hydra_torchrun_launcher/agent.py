@@ -65,10 +65,11 @@ def run(plan: dict[str, Any], channel: Channel) -> None:
 def _launch(settings: dict[str, Any], keeper: _Keeper) -> dict[str, Any]:
     keeper.grace_s = settings["shutdown_timeout_s"]
     keeper.wait_s = settings["monitor_interval_s"]
-    unknown = sorted(set(settings["extra"]) - {f.name for f in dataclasses.fields(LaunchConfig)})
+    fields = {field.name for field in dataclasses.fields(LaunchConfig)}
+    unknown = sorted(set(settings["launch_config"]) - fields)
     if unknown:
-        known = ", ".join(sorted(f.name for f in dataclasses.fields(LaunchConfig)))
-        message = f"hydra.launcher.extra: {', '.join(unknown)}: the installed torch's LaunchConfig "
+        known = ", ".join(sorted(fields))
+        message = f"hydra.launcher: {', '.join(unknown)}: the installed torch's LaunchConfig "
         return {"state": "refused", "message": f"{message}has no such field; it has {known}"}
     rendezvous_handler_registry.register(BACKEND, OneNode)
     # The one seam: LocalElasticAgent starts ranks by this module-level name, whatever LaunchConfig
@@ -98,7 +99,7 @@ def _launch_config(settings: dict[str, Any]) -> LaunchConfig:
         "max_nodes": 1,
         "nproc_per_node": settings["nproc_per_node"],
         "logs_specs": _RankLogs(settings),
-        "run_id": uuid.uuid4().hex,
+        "run_id": settings["run_id"] or uuid.uuid4().hex,
         "role": settings["role"],
         "rdzv_backend": BACKEND,
         "rdzv_configs": {},
@@ -107,7 +108,7 @@ def _launch_config(settings: dict[str, Any]) -> LaunchConfig:
         "monitor_interval": 1e-6,
         "signals_to_handle": ",".join(settings["signals"]),
         "shutdown_timeout": settings["shutdown_timeout_s"],
-        **settings["extra"],
+        **settings["launch_config"],
     }
     fields = {field.name for field in dataclasses.fields(LaunchConfig)}
     return LaunchConfig(**{name: value for name, value in wanted.items() if name in fields})
@@ -121,35 +122,37 @@ class _RankLogs(LogsSpecs):
     def __init__(self, settings: dict[str, Any]) -> None:
         self._folders = RankFolders(**settings["folders"])
         self._settings = settings
-        super().__init__(log_dir=self._folders.root)
+        super().__init__(log_dir=self.root_log_dir)
 
     @property
     def root_log_dir(self) -> str:
-        return self._folders.root
+        return self._folders.root or os.devnull
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         destination = LogsDest()
         for local_rank, env in envs.items():
-            folder = self._folders.rank(int(env["TORCHELASTIC_RESTART_COUNT"]), local_rank)
-            folder.mkdir(parents=True, exist_ok=True)
-            env["TORCHELASTIC_ERROR_FILE"] = destination.error_files[local_rank] = str(
-                folder / ERROR
-            )
+            attempt = int(env["TORCHELASTIC_RESTART_COUNT"])
+            folder = self._folders.make(attempt, local_rank)
+            if folder is None:
+                nowhere = "" if self._on_console(local_rank) else os.devnull
+                destination.stdouts[local_rank] = destination.stderrs[local_rank] = nowhere
+                continue
+            env["TORCHELASTIC_ERROR_FILE"] = str(folder / ERROR)
+            destination.error_files[local_rank] = str(folder / ERROR)
+            destination.filtered_stdout = str(folder.parent / "filtered_stdout.log")
+            destination.filtered_stderr = str(folder.parent / "filtered_stderr.log")
             for stream, name, to_file, to_both in (
                 (_OUT, STDOUT, destination.stdouts, destination.tee_stdouts),
                 (_ERR, STDERR, destination.stderrs, destination.tee_stderrs),
             ):
-                teed = self._wants("tee", local_rank, stream) and self._on_console(local_rank)
-                filed = self._wants("redirects", local_rank, stream) or self._wants(
-                    "tee", local_rank, stream
+                on_console, teed = (
+                    self._on_console(local_rank),
+                    self._wants("tee", local_rank, stream),
                 )
-                filed = filed or not self._on_console(local_rank)
+                filed = teed or self._wants("redirects", local_rank, stream) or not on_console
                 to_file[local_rank] = str(folder / name) if filed else ""
-                if teed:
+                if teed and on_console:
                     to_both[local_rank] = to_file[local_rank]
-        attempt = self._folders.rank(int(envs[0]["TORCHELASTIC_RESTART_COUNT"]), 0).parent
-        destination.filtered_stdout = str(attempt / "filtered_stdout.log")
-        destination.filtered_stderr = str(attempt / "filtered_stderr.log")
         return destination
 
     def _wants(self, setting: str, local_rank: int, stream: int) -> bool:

@@ -7,6 +7,7 @@ ranks then do the work, and `finish` does what comes after it. Runs in the launc
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import os
@@ -20,6 +21,7 @@ from hydra.core import utils
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobRuntime, JobStatus, run_job
 from hydra.types import HydraContext, TaskFunction
+from omegaconf import OmegaConf, open_dict, read_write
 
 from hydra_torchrun_launcher import payload, rank_logging
 from hydra_torchrun_launcher.errors import printable
@@ -60,6 +62,12 @@ class HydraJob:
         return str(self.config.hydra.runtime.output_dir)
 
     @property
+    def leaves_no_files(self) -> bool:
+        """Whether the user wants none in what is the directory of the project."""
+        here = os.path.realpath(self.output_dir) == os.path.realpath(os.getcwd())
+        return here and self.config.hydra.output_subdir is None
+
+    @property
     def working_dir(self) -> str:
         """The directory in which the task function runs."""
         return self._working_dir
@@ -82,13 +90,18 @@ class HydraJob:
             seen.append(config)
 
         callbacks = _HeldBack(self._context.callbacks, self._task_function)
-        self._job_return = run_job(
-            task_function=stand_in,
-            config=self.config,
-            job_dir_key="hydra.sweep.dir",
-            job_subdir_key="hydra.sweep.subdir",
-            hydra_context=dataclasses.replace(self._context, callbacks=callbacks),  # type: ignore[arg-type]
-        )
+        try:
+            self._job_return = run_job(
+                task_function=stand_in,
+                config=self.config,
+                job_dir_key="hydra.sweep.dir",
+                job_subdir_key="hydra.sweep.subdir",
+                hydra_context=dataclasses.replace(self._context, callbacks=callbacks),  # type: ignore[arg-type]
+            )
+        except ValueError as error:
+            if isinstance(error.__cause__, OSError):  # a log file cannot be opened
+                raise error.__cause__ from None
+            raise
         return payload.Work(
             task=self._task_function,
             config=seen[0],
@@ -97,6 +110,22 @@ class HydraJob:
             search_path=self._context.config_loader.get_search_path(),
             resolvers=payload.resolvers(),
             execution_whitelist=getattr(self._context, "execution_whitelist", None),
+        )
+
+    def not_begun(self, error: BaseException) -> JobReturn:
+        """Return the JobReturn of a job for which there is no directory: nothing was called."""
+        task_config = copy.deepcopy(self.config)
+        with read_write(task_config), open_dict(task_config):
+            del task_config["hydra"]
+        overrides = OmegaConf.to_container(self.config.hydra.overrides.task)
+        return JobReturn(
+            overrides=overrides,  # type: ignore[arg-type]
+            cfg=task_config,
+            hydra_cfg=OmegaConf.create({"hydra": self.config.hydra}),
+            working_dir=None,
+            task_name=str(JobRuntime.instance().get("name")),
+            status=JobStatus.FAILED,
+            _return_value=error,
         )
 
     def finish(self, value: Any, error: BaseException | None, restarts: Sequence[str]) -> JobReturn:

@@ -14,17 +14,16 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hydra.core.utils import JobReturn, configure_log, filter_overrides, setup_globals
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
-from hydra_torchrun_launcher import config as settings_of
-from hydra_torchrun_launcher import worker
-from hydra_torchrun_launcher.config import Settings, StartMethod
+from hydra_torchrun_launcher import machine, worker
+from hydra_torchrun_launcher.config import StartMethod
 from hydra_torchrun_launcher.errors import (
     JobStoppedError,
     LauncherError,
@@ -36,8 +35,10 @@ from hydra_torchrun_launcher.hydra_job import HydraJob
 from hydra_torchrun_launcher.job_files import RankFolders
 from hydra_torchrun_launcher.job_run import HandedOver, JobRun
 from hydra_torchrun_launcher.payload import Program, Work, pack
+from hydra_torchrun_launcher.plans import Surroundings, job_plan, with_thread_limit
 from hydra_torchrun_launcher.processes import open_standard_streams
 from hydra_torchrun_launcher.servers import Pool, Server
+from hydra_torchrun_launcher.settings import Settings, check
 from hydra_torchrun_launcher.signals import SignalWatch
 from hydra_torchrun_launcher.wire import (
     anonymous_file,
@@ -67,11 +68,13 @@ class Runner:
         self._config = config
         self._pool = Pool()
         self._accelerators: dict[str, int] | None = None
+        self._directories: dict[str, int] = {}
+        self._warned = False
         environ = {**os.environ, **_env_set(config)}
         settings = _settings(config, environ)
         self._first_signals = settings.signals
         if settings.start_method is not StartMethod.fork:
-            self._pool.get(_with_thread_limit(environ, settings.nproc_per_node), settings.preload)
+            self._server(with_thread_limit(environ, settings.nproc_per_node), settings)
 
     def close(self) -> None:
         """End the servers."""
@@ -89,7 +92,10 @@ class Runner:
         """
         setup_globals()
         self._log_as_sweep()
-        Path(str(self._config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
+        try:
+            Path(str(self._config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            raise StartError(refused(problem)) from None
         number = len(job_overrides)
         log.info("Launching %d %s with torchrun", number, "job" if number == 1 else "jobs")
         watch = SignalWatch(self._first_signals)
@@ -114,14 +120,18 @@ class Runner:
         with open_dict(config):
             config.hydra.job.id = str(number)
             config.hydra.job.num = number
-        settings = _settings(config, {**os.environ, **_env_set(config)})
         job = HydraJob(self._context, self._task_function, config)
-        work = job.begin()
-        self._log_as_sweep()
-        value, error, restarts = None, None, []
+        value, restarts = None, []
+        error: BaseException | None = None
         try:
-            run = self._start(number, job, work, settings, watch)
-            with closing(run):
+            work = job.begin()
+        except OSError as problem:
+            error = StartError(refused(problem))
+            log.error("Job #%d failed: %s", number, error)  # noqa: TRY400 - a sentence is enough
+            return job.not_begun(error)
+        self._log_as_sweep()
+        try:
+            with closing(self._start(number, job, work, watch)) as run:
                 run.watch(watch)
                 value, error = run.result()
                 restarts = run.restarts
@@ -136,29 +146,18 @@ class Runner:
         finally:
             self._log_as_sweep()
 
-    def _start(
-        self, number: int, job: HydraJob, work: Work, settings: Settings, watch: SignalWatch
-    ) -> JobRun:
+    def _start(self, number: int, job: HydraJob, work: Work, watch: SignalWatch) -> JobRun:
+        settings = _settings(job.config, job.environ)
         nproc = self._count(settings, job.environ, watch)
-        for problem in settings.ranks_beyond(nproc):
+        for problem in [*settings.ranks_beyond(nproc), *machine.too_many_ranks(nproc, job.environ)]:
             log.warning("Job #%d: %s", number, problem)
-        environ = _with_thread_limit(job.environ, nproc)
+        environ = with_thread_limit(job.environ, nproc)
         program = Program.of_this_process()
-        root = os.path.join(settings.log_dir, str(number)) if settings.log_dir else ""
-        folders = RankFolders.next_free(
-            os.path.abspath(root or os.path.join(job.output_dir, "ranks"))
-        )
-        plan = {
-            "environ": environ,
-            "cwd": job.working_dir,
-            "program": program.as_dict(),
-            "start_method": settings.start_method.name,
-            "shutdown_timeout_s": settings.shutdown_timeout_s,
-            "agent": _agent_plan(settings, nproc, folders),
-        }
+        work.label = self._label(number, job.output_dir)
+        folders = self._folders(number, job, settings, work.label)
+        plan = job_plan(settings, nproc, Surroundings(environ, job.working_dir, program, folders))
         fork = settings.start_method is StartMethod.fork
-        get = self._pool.get
-        server = _fork_server(work, watch) if fork else get(environ, settings.preload)
+        server = _fork_server(work, watch) if fork else self._server(environ, settings)
         document = anonymous_file("plan")
         write_document(document.fileno(), plan, b"" if fork else pack(work, program))
         handed_over = HandedOver(
@@ -166,15 +165,41 @@ class Runner:
         )
         return JobRun(handed_over, server, document, owns_server=fork)
 
+    def _server(self, environ: Mapping[str, str], settings: Settings) -> Server:
+        return self._pool.get(environ, settings.preload, settings.preload_env)
+
+    def _folders(self, number: int, job: HydraJob, settings: Settings, label: str) -> RankFolders:
+        if settings.log_dir is not None:
+            root = os.path.join(settings.log_dir, str(number))
+            return RankFolders.next_free(os.path.abspath(root))
+        if job.leaves_no_files:
+            return RankFolders(None)
+        return RankFolders.next_free(os.path.abspath(os.path.join(job.output_dir, "ranks", label)))
+
+    def _label(self, number: int, output_dir: str) -> str:
+        """Return what sets a job's files apart, if another job of this sweep has its directory."""
+        directory = os.path.realpath(output_dir)
+        first = self._directories.setdefault(directory, number)
+        if first == number:
+            return ""
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "Job #%d: its output directory %s is job #%d's too; files of the launcher carry "
+                "the job's number, Hydra's own do not (hydra.sweep.subdir sets jobs apart)",
+                number, directory, first,
+            )  # fmt: skip
+        return f"job{number}"
+
     def _count(self, settings: Settings, environ: Mapping[str, str], watch: SignalWatch) -> int:
         """Return the number of ranks, counting accelerators or cores where that is asked for."""
         wanted = settings.nproc_per_node
         if isinstance(wanted, int):
             return wanted
         if wanted == "cpu":
-            return settings_of.cpu_cores()
+            return machine.cpu_cores()
         if self._accelerators is None:
-            server = self._pool.get(_with_thread_limit(environ, wanted), settings.preload)
+            server = self._server(with_thread_limit(environ, wanted), settings)
             self._accelerators = server.ask("count", watch)
         if wanted == "gpu" and not self._accelerators["gpus"]:
             problem = (
@@ -182,7 +207,7 @@ class Runner:
             )
             raise SettingsError([problem])
         found = self._accelerators["gpus" if wanted == "gpu" else "accelerators"]
-        return found or settings_of.cpu_cores()
+        return found or machine.cpu_cores()
 
     def _log_as_sweep(self) -> None:
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
@@ -200,8 +225,11 @@ def _check_torch() -> None:
 
 
 def _settings(config: Any, environ: Mapping[str, str]) -> Settings:
-    raw = OmegaConf.to_container(config.hydra.launcher, resolve=True)
-    return settings_of.check(raw, environ)  # type: ignore[arg-type]
+    try:
+        raw = OmegaConf.to_container(config.hydra.launcher, resolve=True)
+    except OmegaConfBaseException as error:  # a variable that is no number, an unknown resolver
+        raise SettingsError([f"hydra.launcher: {str(error).splitlines()[0]}"]) from None
+    return check(raw, environ)  # type: ignore[arg-type]
 
 
 def _env_set(config: Any) -> dict[str, str]:
@@ -211,28 +239,6 @@ def _env_set(config: Any) -> dict[str, str]:
     except Exception:  # noqa: BLE001 - resolvable within a job only
         return {}
     return {str(key): str(value) for key, value in values.items()}  # type: ignore[union-attr]
-
-
-def _with_thread_limit(environ: Mapping[str, str], nproc: int | str) -> dict[str, str]:
-    """Keep ranks from each using all cores, as the torchrun command does (torch's API does not)."""
-    limit = {} if nproc == 1 or "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": "1"}
-    return {**environ, **limit}
-
-
-def _agent_plan(settings: Settings, nproc: int, folders: RankFolders) -> dict[str, Any]:
-    return {
-        "nproc_per_node": nproc,
-        "max_restarts": settings.max_restarts,
-        "monitor_interval_s": settings.monitor_interval_s,
-        "role": settings.role,
-        "signals": settings.signals,
-        "shutdown_timeout_s": settings.shutdown_timeout_s,
-        "redirects": settings.redirects,
-        "tee": settings.tee,
-        "console_ranks": settings.console_ranks,
-        "extra": settings.extra,
-        "folders": asdict(folders),
-    }
 
 
 def _fork_server(work: Work, watch: SignalWatch) -> Server:

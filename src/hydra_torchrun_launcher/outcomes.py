@@ -16,7 +16,7 @@ from hydra_torchrun_launcher.errors import (
     describe_exit,
     signal_name,
 )
-from hydra_torchrun_launcher.job_files import ERROR, STDERR, RankFolders
+from hydra_torchrun_launcher.job_files import ERROR, NO_LOG, STDERR, RankFolders
 from hydra_torchrun_launcher.wire import Fd, read_document
 
 
@@ -51,13 +51,13 @@ class Failure:
         """Put together what the keeper saw and what the rank recorded."""
         attempt, local_rank = message["attempt"], message["local_rank"]
         folder = folders.rank(attempt, local_rank)
-        files = (folder / STDERR, folder / ERROR, folder)
+        files = (folder / STDERR, folder / ERROR, folder) if folder is not None else ()
         place = RankPlace(
             global_rank=message["global_rank"],
             local_rank=local_rank,
             node=socket.gethostname(),
             attempt=attempt,
-            log=str(next((file for file in files if file.exists()), folder)),
+            log=str(next((file for file in files if file.exists()), folder or NO_LOG)),
         )
         recorded, body = None, b""
         if message["recorded"] == "failed":

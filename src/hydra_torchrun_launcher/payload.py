@@ -141,6 +141,8 @@ class Work:
     search_path: Any
     resolvers: dict[str, bytes | str]
     execution_whitelist: Any
+    label: str = ""
+    """Sets the job's files apart from those of other jobs in the same directory."""
 
 
 def pack(work: Work, program: Program) -> bytes:

@@ -16,16 +16,24 @@ from hydra_torchrun_launcher.job_files import rank_log_name
 def configure(work: Any, global_rank: int) -> None:
     """Apply the job's logging, with a file of its own for every rank but the first."""
     node = work.hydra_config.hydra
-    apply(node.job_logging, node.verbose, work.execution_whitelist, global_rank)
+    rank = (global_rank, work.label)
+    apply(node.job_logging, node.verbose, work.execution_whitelist, rank)
 
 
-def apply(job_logging: Any, verbose: Any, whitelist: Any, global_rank: int = 0) -> None:
-    """Apply a job's logging so that no file is truncated that the job has already written to."""
+def apply(job_logging: Any, verbose: Any, whitelist: Any, rank: tuple[int, str] = (0, "")) -> None:
+    """Apply a job's logging so that no file is truncated that the job has already written to.
+
+    Args:
+        job_logging: Hydra's node of that name.
+        verbose: Hydra's node of that name.
+        whitelist: what hydra-core 1.4 may execute; None on 1.3.
+        rank: the global rank, and the job's label where it shares its directory.
+    """
     if job_logging is not None:
         plain = OmegaConf.to_container(job_logging, resolve=True)
         for handler in plain.get("handlers", {}).values():  # type: ignore[union-attr]
             if isinstance(handler.get("filename"), str):
-                handler["filename"] = rank_log_name(handler["filename"], global_rank)
+                handler["filename"] = rank_log_name(handler["filename"], *rank)
                 if str(handler.get("mode", "a"))[0] in "wx":
                     handler["mode"] = "a" + handler["mode"][1:]
         job_logging = OmegaConf.create(plain, flags={"allow_objects": True})

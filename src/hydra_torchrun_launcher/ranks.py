@@ -4,6 +4,7 @@ keeper).
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 from collections.abc import Callable, Iterable
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydra_torchrun_launcher import worker
+from hydra_torchrun_launcher.errors import StartError
 from hydra_torchrun_launcher.processes import Ultimatum, kill, kill_group
 from hydra_torchrun_launcher.wire import Fd, close_all_but
 
@@ -65,18 +67,40 @@ def become(given: RankPlan, order: dict[str, Any], outcome: Fd) -> None:
     start = worker.RankStart(outcome, given.notes, bool(order["stderr"]))
     close_all_but([outcome, given.notes, given.document, *given.streams])
     environ = {**given.plan["environ"], **order["env"]}
-    problem = None
+    os.environ.clear()
+    os.environ.update(environ)
+    problem: Exception | None = None
     try:
+        if given.plan["numa_binding"]:
+            _bind(given.plan["numa_binding"], order["local_rank"])
         os.chdir(given.plan["cwd"])
         _take_streams(given.streams, (None, order["stdout"], order["stderr"]))
         if given.plan["start_method"] == "spawn":
             worker.exec_rank(start, given.document, environ, given.plan["program"]["path"])
-    except OSError as error:
+    except (OSError, StartError) as error:
         problem = error
     close_all_but([outcome, given.notes])
-    os.environ.clear()
-    os.environ.update(environ)
     worker.run(start, given.plan["program"], given.payload, problem)
+
+
+def _bind(numa_binding: str, local_rank: int) -> None:
+    """Bind this process, and what it becomes, to cores near its GPU, as torch elastic would.
+
+    Elastic does it in the part that starts processes, which is ours here; the function that it uses
+    has no public name. test_seams.py fails if it moves.
+    """
+    try:
+        binding = importlib.import_module("torch.numa.binding")
+        options = binding.NumaOptions(affinity_mode=binding.AffinityMode(numa_binding))
+        binding._maybe_apply_numa_binding_to_current_process(  # noqa: SLF001
+            gpu_index=local_rank, numa_options=options
+        )
+    except Exception as error:  # noqa: BLE001 - no GPU, no such torch, no such core
+        problem = (
+            f"hydra.launcher.numa_binding={numa_binding!r}: torch cannot bind local rank "
+            f"{local_rank} to cores near a GPU: {type(error).__name__}: {error}"
+        )
+        raise StartError(problem) from None
 
 
 def _take_streams(streams: list[Fd], names: Iterable[str | None]) -> None:

@@ -220,9 +220,21 @@ class Pool:
         """Start none."""
         self._servers: dict[tuple[Any, ...], Server] = {}
 
-    def get(self, environ: Mapping[str, str], preload: tuple[str, ...]) -> Server:
-        """Return a living server for jobs with this environment, starting one if need be."""
-        key = (preload, *sorted((k, v) for k, v in environ.items() if k.startswith(_LOAD_TIME)))
+    def get(
+        self,
+        environ: Mapping[str, str],
+        preload: tuple[str, ...],
+        preload_env: tuple[str, ...],
+    ) -> Server:
+        """Return a living server for jobs with this environment, starting one if need be.
+
+        Args:
+            environ: the job's environment.
+            preload: modules to import besides torch.
+            preload_env: variables that they read while they load.
+        """
+        read = {k for k in environ if k.startswith(_LOAD_TIME) or k in preload_env}
+        key = (preload, *sorted((name, environ[name]) for name in read))
         server = self._servers.pop(key, None)
         if server is None or server.dead:
             if server is not None:

@@ -95,7 +95,7 @@ def main(outcome: int, notes: int, document: int, stderr_is_a_file: bool) -> NoR
 
 
 def run(
-    start: RankStart, program: dict[str, Any], body: bytes, problem: OSError | None = None
+    start: RankStart, program: dict[str, Any], body: bytes, problem: Exception | None = None
 ) -> NoReturn:
     """Become the rank: environment, descriptors and directory are set, all else is done here.
 
@@ -185,8 +185,9 @@ class _Ending:
     exit_code: int = 0
 
 
-def _refused(problem: OSError) -> _Ending:
-    return _Ending(error=StartError(refused(problem)), exit_code=1)
+def _refused(problem: Exception) -> _Ending:
+    error = StartError(refused(problem)) if isinstance(problem, OSError) else problem
+    return _Ending(error=error, exit_code=1)
 
 
 def _run(program: dict[str, Any], body: bytes) -> _Ending:

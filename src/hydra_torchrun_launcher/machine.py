@@ -1,0 +1,51 @@
+"""What this machine has for ranks, found out without torch (runs in the launching process)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def cpu_cores(root: Path = Path("/")) -> int:
+    """Return how many cores this process may use: its affinity and its cgroup's quota.
+
+    `os.cpu_count()`, which torchrun uses, sees neither; in a container with a quota of two cores
+    on a large host it would start a rank for each core of the host.
+
+    Args:
+        root: where the file systems of the kernel begin.
+    """
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    try:
+        quota, period = (root / "sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def nvidia_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:
+    """Return how many NVIDIA GPUs a process with this environment sees, without touching them.
+
+    Args:
+        environ: CUDA_VISIBLE_DEVICES in it hides some.
+        root: where the file systems of the kernel begin.
+    """
+    try:
+        there = len(os.listdir(root / "proc/driver/nvidia/gpus"))
+    except OSError:
+        return 0
+    shown = environ.get("CUDA_VISIBLE_DEVICES")
+    return there if shown is None else min(there, len([x for x in shown.split(",") if x.strip()]))
+
+
+def too_many_ranks(nproc: int, environ: Mapping[str, str], root: Path = Path("/")) -> list[str]:
+    """Say, if it is so, that a job has more ranks than there are GPUs; torchrun allows it."""
+    gpus = nvidia_gpus(environ, root)
+    if not 0 < gpus < nproc:
+        return []
+    number = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+    seen = f"hydra.launcher.nproc_per_node={nproc}: this process sees {number}"
+    return [f"{seen}; ranks that ask for a GPU of their own will fail"]

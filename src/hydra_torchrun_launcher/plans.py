@@ -1,0 +1,62 @@
+"""A job's plan: what its keeper, its agent and its ranks are told, as plain data (made in the
+launching process).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hydra_torchrun_launcher.job_files import RankFolders
+from hydra_torchrun_launcher.payload import Program
+from hydra_torchrun_launcher.settings import Settings
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a job's ranks find.
+
+    Attributes:
+        environ: their environment, before torch elastic's variables.
+        working_dir: where they run.
+        program: the user's program.
+        folders: where their files go.
+    """
+
+    environ: Mapping[str, str]
+    working_dir: str
+    program: Program
+    folders: RankFolders
+
+
+def job_plan(settings: Settings, nproc: int, found: Surroundings) -> dict[str, Any]:
+    """Return the plan of a job of `nproc` ranks per node."""
+    return {
+        "environ": {**found.environ},
+        "cwd": found.working_dir,
+        "program": found.program.as_dict(),
+        "start_method": settings.start_method.name,
+        "shutdown_timeout_s": settings.shutdown_timeout_s,
+        "numa_binding": settings.numa_binding,
+        "agent": {
+            "nproc_per_node": nproc,
+            "run_id": settings.run_id,
+            "max_restarts": settings.max_restarts,
+            "monitor_interval_s": settings.monitor_interval_s,
+            "role": settings.role,
+            "signals": settings.signals,
+            "shutdown_timeout_s": settings.shutdown_timeout_s,
+            "redirects": settings.redirects,
+            "tee": settings.tee,
+            "console_ranks": settings.console_ranks,
+            "launch_config": settings.launch_config,
+            "folders": asdict(found.folders),
+        },
+    }
+
+
+def with_thread_limit(environ: Mapping[str, str], nproc: int | str) -> dict[str, str]:
+    """Keep ranks from each using all cores, as the torchrun command does (torch's API does not)."""
+    limit = {} if nproc == 1 or "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": "1"}
+    return {**environ, **limit}
