@@ -108,6 +108,8 @@ def _launch_config(settings: dict[str, Any]) -> LaunchConfig:
         "monitor_interval": 1e-6,
         "signals_to_handle": ",".join(settings["signals"]),
         "shutdown_timeout": settings["shutdown_timeout_s"],
+        # The torchrun command reads it, its API does not.
+        "log_line_prefix_template": os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
         **settings["launch_config"],
     }
     fields = {field.name for field in dataclasses.fields(LaunchConfig)}

@@ -59,10 +59,13 @@ class Runner:
 
         Raises:
             SettingsError: settings cannot work.
-            StartError: torch is not installed, or too old.
+            StartError: torch is not installed, or too old; this process is itself a rank; or the sweep directory
+                cannot be made.
         """
+        _check_place()
         _check_torch()
         open_standard_streams()
+        _check_directory(str(config.hydra.sweep.dir))
         self._context = context
         self._task_function = task_function
         self._config = config
@@ -211,6 +214,29 @@ class Runner:
 
     def _log_as_sweep(self) -> None:
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
+
+
+def _check_place() -> None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        problem = (
+            "hydra/launcher=torchrun was started inside a rank of a distributed job (RANK="
+            f"{os.environ.get('RANK')}, TORCHELASTIC_RUN_ID={os.environ['TORCHELASTIC_RUN_ID']}): "
+            "it starts the ranks itself, so run the app once and without torchrun"
+        )
+        raise StartError(problem)
+
+
+def _check_directory(sweep_dir: str) -> None:
+    """Refuse a sweep directory that cannot be made; the sweeper makes it and would only crash."""
+    there = Path(sweep_dir).absolute()
+    while not os.path.lexists(there):
+        if len(os.fsencode(there.name)) > os.pathconf("/", "PC_NAME_MAX"):
+            problem = f"hydra.sweep.dir={sweep_dir}: the name {there.name[:40]}… in it is too long"
+            raise StartError(problem)
+        there = there.parent
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        problem = f"hydra.sweep.dir={sweep_dir}: {there} is no directory that can be written to"
+        raise StartError(problem)
 
 
 def _check_torch() -> None:

@@ -294,8 +294,9 @@ def _text(error: BaseException) -> str:
 
 
 def _drop_own_frames(error: BaseException) -> None:
+    ours = os.path.dirname(__file__) + os.sep
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
         trace = trace.tb_next
     if trace is not None:
         error.__traceback__ = trace

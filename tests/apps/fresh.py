@@ -96,6 +96,7 @@ def main(cfg: DictConfig) -> Any:
             "output_dir": HydraConfig.get().runtime.output_dir,
             "fds": sorted(os.listdir("/proc/self/fd")),
             "loaded": list(DataLoader([1, 2, 3], num_workers=1, collate_fn=lambda items: items)),
+            "preloaded": getattr(sys.modules.get("slow_import"), "READ", None),
             "pid": os.getpid(),
         }
     path.write_text(json.dumps(record))

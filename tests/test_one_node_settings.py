@@ -1,0 +1,194 @@
+"""What the settings of one node do, seen by its ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import APPS, Sweep
+from omegaconf import OmegaConf
+
+from hydra_torchrun_launcher.config import TorchrunConf
+from hydra_torchrun_launcher.errors import SettingsError
+from hydra_torchrun_launcher.machine import cpu_cores, nvidia_gpus, too_many_ranks
+from hydra_torchrun_launcher.settings import check
+
+Run = Callable[..., Sweep]
+SIZE = "+size=size"
+
+
+def raw(**changes: object) -> dict[str, Any]:
+    """Return settings as Hydra composes them: the defaults and some changes."""
+    defaults: Any = OmegaConf.to_container(OmegaConf.structured(TorchrunConf), resolve=True)
+    return {**defaults, **changes}
+
+
+def ranks(run: Sweep, job: int = 0) -> list[dict[str, Any]]:
+    found = run.lines(f"{job}/rank*.json")
+    assert found, run.output
+    return found
+
+
+def environs(run: Sweep, name: str) -> list[str | None]:
+    return [rank["env"].get(name) for rank in ranks(run)]
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        {"nnodes": 1},
+        {"nnodes": "1"},
+        {"nnodes": "1:1"},
+        {"min_nodes": 1, "max_nodes": 1},
+        {"nnodes": 1, "max_nodes": 1},
+        {"max_nodes": 1, "node_rank": 0},
+    ],
+)
+def test_one_node(nodes: dict[str, Any]) -> None:
+    """Every spelling of one node is accepted."""
+    assert check(raw(**nodes), {})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        ({"nnodes": 0}, "nnodes=0: expected a number from 1"),
+        ({"nnodes": "2:1"}, "contradict"),
+        ({"nnodes": "1:"}, "nnodes='1:': expected"),
+        ({"nnodes": 1, "min_nodes": 2}, "contradict"),
+        ({"min_nodes": 2, "max_nodes": 1}, "contradict"),
+        ({"nnodes": 2, "max_nodes": 2}, "one node only"),
+        ({"nnodes": "1:3"}, "one node only"),
+        ({"min_nodes": 2}, "one node only"),
+        ({"max_nodes": 2}, "one node only"),
+        ({"node_rank": 1}, "node_rank=1"),
+        ({"node_rank": -1}, "node_rank=-1"),
+        ({"rdzv_backend": "etcd"}, "rdzv_backend='etcd': expected c10d, static or null"),
+        ({"rdzv_endpoint": "node:port"}, "rdzv_endpoint="),
+        ({"rdzv_timeout": 0}, "rdzv_timeout=0"),
+        ({"rdzv_conf": "timeout"}, "rdzv_conf='timeout'"),
+        ({"numa_binding": "core"}, "numa_binding='core'"),
+        ({"preload": [3]}, "preload="),
+        ({"preload_env": [""]}, "preload_env="),
+        ({"log_dir": ""}, "log_dir=''"),
+        ({"max_restarts": float("inf")}, "max_restarts=inf"),
+        ({"extra": {"numa_options": None}}, "extra="),
+    ],
+)
+def test_what_cannot_be(nodes: dict[str, Any], message: str) -> None:
+    """Contradictions and values that cannot be are refused with the setting's name and value."""
+    with pytest.raises(SettingsError, match=r"hydra\.launcher\.") as caught:
+        check(raw(**nodes), {})
+    assert message in str(caught.value)
+
+
+def test_settings_of_the_older_launcher(sweep: Run) -> None:
+    """A config written for the older launcher loads and means the same."""
+    run = sweep("fresh.py", SIZE, "+experiment=older", nproc=0).wait()
+    assert run.status == 0, run.output
+    assert environs(run, "WORLD_SIZE") == ["2", "2"]
+    assert environs(run, "ROLE_NAME") == ["trainer", "trainer"]
+    assert environs(run, "TORCHELASTIC_MAX_RESTARTS") == ["1", "1"]
+    assert "none" not in environs(run, "TORCHELASTIC_RUN_ID")
+    assert (run.directory / "logs/0/attempt_0/1/stdout.log").stat().st_size
+    assert (run.directory / "logs/0/attempt_0/0/stderr.log").exists()
+
+
+def test_nodes_that_scripts_add(sweep: Run) -> None:
+    """`+hydra.launcher.nnodes=`, which scripts for the older launcher add, is this setting."""
+    run = sweep("faults.py", "+hydra.launcher.nnodes=1", "hydra.launcher.max_nodes=1").wait()
+    assert run.status == 0, run.output
+    run = sweep("faults.py", "+hydra.launcher.nnodes=2", "hydra.launcher.max_nodes=2").wait()
+    assert run.status == 1
+    assert "nnodes=2:2, min_nodes=2, max_nodes=2: this version runs a job on one node" in run.output
+
+
+@pytest.mark.hydra_versions
+def test_variables_of_torchrun(sweep: Run) -> None:
+    """PET_* variables fill what is not set; what is set wins."""
+    environ = {"PET_NPROC_PER_NODE": "3", "PET_ROLE": "pet", "PET_MAX_RESTARTS": "2"}
+    run = sweep("fresh.py", SIZE, "hydra.launcher.role=mine", environ=environ, nproc=0).wait()
+    assert environs(run, "WORLD_SIZE") == ["3"] * 3
+    assert set(environs(run, "ROLE_NAME")) == {"mine"}
+    assert set(environs(run, "TORCHELASTIC_MAX_RESTARTS")) == {"2"}
+
+
+def test_variable_that_is_no_number(sweep: Run) -> None:
+    """A variable that cannot be a value of its setting is named with it."""
+    run = sweep("faults.py", environ={"PET_MAX_RESTARTS": "many"}).wait()
+    assert run.status == 1
+    assert "'many'" in run.output
+    assert "max_restarts" in run.output
+
+
+def test_run_id(sweep: Run) -> None:
+    """`rdzv_id` is the id that ranks see."""
+    run = sweep("fresh.py", SIZE, "hydra.launcher.rdzv_id=mine", "hydra.launcher.nnodes=1").wait()
+    assert environs(run, "TORCHELASTIC_RUN_ID") == ["mine", "mine"]
+
+
+def test_virtual_local_rank(sweep: Run) -> None:
+    """Every rank is local rank 0 of the one GPU that it sees; its files stay its own."""
+    setting = "hydra.launcher.virtual_local_rank=true"
+    run = sweep("fresh.py", SIZE, setting, environ={"CUDA_VISIBLE_DEVICES": "5,7"}).wait()
+    assert environs(run, "LOCAL_RANK") == ["0", "0"]
+    assert environs(run, "CUDA_VISIBLE_DEVICES") == ["5", "7"]
+    assert "printed by rank 1" in (run.directory / "0/ranks/attempt_0/1/stdout.log").read_text()
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_numa_binding_without_gpus(sweep: Run, method: str) -> None:
+    """Where ranks cannot be bound as they should, the job says so and starts no task."""
+    run = sweep(
+        "faults.py", "hydra.launcher.numa_binding=node", f"hydra.launcher.start_method={method}"
+    ).wait()
+    assert run.status == 1
+    assert "hydra.launcher.numa_binding='node': torch cannot bind local rank" in run.output
+    assert not list(run.directory.glob("0/started*"))
+
+
+def test_prefix_of_teed_lines(sweep: Run) -> None:
+    """Other fields of torch's LaunchConfig pass through `extra`; torchrun's variable works too."""
+    run = sweep("fresh.py", SIZE, "+experiment=prefix").wait()
+    assert "<default-0> printed by rank 0" in run.output, run.output
+    environ = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "(${rank}) "}
+    run = sweep("fresh.py", SIZE, "hydra.launcher.tee='1'", environ=environ).wait()
+    assert "(0) printed by rank 0" in run.output, run.output
+
+
+def test_variables_that_select_a_server(sweep: Run) -> None:
+    """A job with another value of a variable that preloaded modules read gets its own server."""
+    run = sweep(
+        "fresh.py", SIZE, "+x=1,2", "hydra.launcher.preload=[slow_import]",
+        "hydra.launcher.preload_env=[READ_WHILE_LOADING]",
+        "+hydra.job.env_set.READ_WHILE_LOADING=${hydra.job.num}",
+        environ={"PYTHONPATH": str(APPS)},
+    ).wait()  # fmt: skip
+    assert run.status == 0, run.output
+    assert [ranks(run, job)[0]["preloaded"] for job in (0, 1)] == ["0", "1"]
+
+
+def test_more_ranks_than_gpus(tmp_path: Path) -> None:
+    """More ranks than GPUs are a warning; without GPUs there is none."""
+    for number in range(4):
+        (tmp_path / f"proc/driver/nvidia/gpus/{number}").mkdir(parents=True)
+    assert nvidia_gpus({}, tmp_path) == 4
+    assert nvidia_gpus({"CUDA_VISIBLE_DEVICES": "2,3"}, tmp_path) == 2
+    assert nvidia_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+    assert too_many_ranks(4, {}, tmp_path) == []
+    (problem,) = too_many_ranks(5, {}, tmp_path)
+    assert "nproc_per_node=5: this process sees 4 GPUs" in problem
+    assert too_many_ranks(5, {}, tmp_path / "elsewhere") == []
+
+
+def test_cores(tmp_path: Path) -> None:
+    """A cgroup's quota counts as well as the affinity."""
+    quota = tmp_path / "sys/fs/cgroup/cpu.max"
+    quota.parent.mkdir(parents=True)
+    quota.write_text("100000 100000\n")
+    assert cpu_cores(tmp_path) == 1
+    quota.write_text("max 100000\n")
+    assert cpu_cores(tmp_path) == len(os.sched_getaffinity(0))
