@@ -135,9 +135,17 @@ def _sweeps(folder: Path) -> Iterator[Callable[..., Sweep]]:
     shm_before = set(os.listdir("/dev/shm"))
 
     def run(
-        app: str, *overrides: str, environ: dict[str, str] | None = None, nproc: int = 2
+        app: str,
+        *overrides: str,
+        environ: dict[str, str] | None = None,
+        nproc: int = 2,
+        code: str | None = None,
+        stdin: str | None = None,
     ) -> Sweep:
-        runs.append(_start(folder / f"run{len(runs)}", app, overrides, environ or {}, nproc))
+        start = ["-c", code] if code is not None else app.split() if app.startswith("-") else None
+        arguments = [f"hydra.launcher.nproc_per_node={nproc}", *overrides] if nproc else overrides
+        command = [*(start or [str(APPS / app)]), "-m", "hydra/launcher=torchrun", *arguments]
+        runs.append(_start(folder / f"run{len(runs)}", command, environ or {}, stdin))
         return runs[-1]
 
     yield run
@@ -159,31 +167,32 @@ def is_torchs(name: str) -> bool:
 
 
 def _start(
-    directory: Path, app: str, overrides: Sequence[str], environ: dict[str, str], nproc: int
+    directory: Path, arguments: Sequence[str], environ: dict[str, str], stdin: str | None
 ) -> Sweep:
     marker = uuid.uuid4().hex
     (directory / "tmp").mkdir(parents=True)
     command = [
         sys.executable,
-        *(app.split() if app.startswith("-m ") else [str(APPS / app)]),
-        "-m",
-        "hydra/launcher=torchrun",
-        *([f"hydra.launcher.nproc_per_node={nproc}"] if nproc else ()),
+        *arguments[: arguments.index("hydra/launcher=torchrun") + 1],
         f"hydra.sweep.dir={directory}",
-        *overrides,
+        *arguments[arguments.index("hydra/launcher=torchrun") + 1 :],
     ]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "PYTEST_"))}
     own = {"TEST_MARKER": marker, "TMPDIR": str(directory / "tmp")}
     with (directory / "console.txt").open("wb") as console:
         popen = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
             stdout=console,
             stderr=subprocess.STDOUT,
             cwd=directory,
             start_new_session=True,
             env={**inherited, **own, **environ},
         )
+    if stdin is not None:
+        assert popen.stdin is not None
+        with popen.stdin as pipe:
+            pipe.write(stdin.encode())
     return Sweep(directory, marker, popen)
 
 

@@ -76,7 +76,7 @@ def test_process_is_fresh(fresh: Sweep) -> None:
         assert rank["start_method"] is None
         assert rank["parent"] is True
         assert rank["process"] == "MainProcess"
-        assert rank["children"] == 0
+        assert rank["children"] == 1  # its own
         assert rank["threads"] == 2  # its own
         assert rank["session"] is True
         assert rank["argv"][0] == str(APPS / "fresh.py")
@@ -87,7 +87,7 @@ def test_process_is_fresh(fresh: Sweep) -> None:
         assert "SIG_DFL" in rank["term"]
         assert "SIG_DFL" in rank["child_signal"]
         assert "default_int_handler" in rank["interrupt"]
-        assert rank["loaded"] == [[1], [2], [3]]
+        assert rank["loaded"] == rank["loaded_by_lambda"] == [[1], [2], [3]]
 
 
 @pytest.mark.parametrize("name", ["numpy", "python", "torch"])
@@ -98,9 +98,10 @@ def test_random_state(fresh: Sweep, name: str) -> None:
 
 
 def test_exit_handlers_and_threads(fresh: Sweep) -> None:
-    """`atexit` runs and non-daemon threads are joined."""
+    """`atexit` runs, non-daemon threads are joined, daemonic children are terminated."""
     assert len(list(fresh.directory.glob("*/rank*.exited"))) == 4
     assert len(list(fresh.directory.glob("*/rank*.joined"))) == 4
+    assert len(list(fresh.directory.glob("*/rank*.terminated"))) == 4, "multiprocessing's own"
 
 
 def test_config(fresh: Sweep) -> None:

@@ -22,7 +22,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from hydra_torchrun_launcher import machine, worker
+from hydra_torchrun_launcher import freshness, machine
 from hydra_torchrun_launcher.config import StartMethod
 from hydra_torchrun_launcher.errors import (
     JobStoppedError,
@@ -59,8 +59,8 @@ class Runner:
 
         Raises:
             SettingsError: settings cannot work.
-            StartError: torch is not installed, or too old; this process is itself a rank; or the sweep directory
-                cannot be made.
+            StartError: torch is not installed, or too old; this process is itself a rank, or a
+                frozen program; or the sweep directory cannot be made.
         """
         _check_place()
         _check_torch()
@@ -77,6 +77,7 @@ class Runner:
         settings = _settings(config, environ)
         self._first_signals = settings.signals
         if settings.start_method is not StartMethod.fork:
+            _check_interpreter()
             self._server(with_thread_limit(environ, settings.nproc_per_node), settings)
 
     def close(self) -> None:
@@ -226,6 +227,15 @@ def _check_place() -> None:
         raise StartError(problem)
 
 
+def _check_interpreter() -> None:
+    if getattr(sys, "frozen", False):
+        problem = (
+            f"{sys.executable} is a frozen program and no Python interpreter, of which the "
+            "launcher's server would be one: use hydra.launcher.start_method=fork"
+        )
+        raise StartError(problem)
+
+
 def _check_directory(sweep_dir: str) -> None:
     """Refuse a sweep directory that cannot be made; the sweeper makes it and would only crash."""
     there = Path(sweep_dir).absolute()
@@ -280,6 +290,6 @@ def _fork_server(work: Work, watch: SignalWatch) -> Server:
 
     def in_child() -> None:
         watch.restore()
-        worker.inherited = worker.Inherited(work, random_state)
+        freshness.inherited = freshness.Inherited(work, random_state)
 
     return Server.fork(in_child)

@@ -61,7 +61,7 @@ class Program:
         path = getattr(main, "__file__", None)
         if spec is not None and spec.name != "__main__":
             return cls(list(sys.argv), list(sys.path), None, spec.name)
-        if path is not None and os.path.isfile(path) and path.endswith(".py"):
+        if path is not None and os.path.isfile(path) and not getattr(sys, "frozen", False):
             return cls(list(sys.argv), list(sys.path), os.path.abspath(path), None)
         return cls(list(sys.argv), list(sys.path), None, None)
 

@@ -6,12 +6,9 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import io
 import json
-import multiprocessing.process
 import os
 import pickle
-import random
 import struct
 import sys
 import threading
@@ -21,24 +18,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from hydra_torchrun_launcher import freshness
 from hydra_torchrun_launcher.errors import StartError, UnsendableValueError, printable, refused
 from hydra_torchrun_launcher.processes import flush_standard_streams, python_command
 from hydra_torchrun_launcher.wire import Fd, read_document, write_document
 
 _NOTE = struct.Struct("<iii")
 _COMPLETED, _FAILED = 1, 2
-
-
-@dataclass(frozen=True)
-class Inherited:
-    """A job's work, and the state of Python's random generator, which forking seeds anew."""
-
-    work: Any
-    random_state: Any
-
-
-inherited: Inherited | None = None
-"""Set where this process was forked from the launching process (start method fork)."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +91,7 @@ def run(
         body: the pickled work.
         problem: why environment, descriptors or directory could not be set.
     """
-    _freshen()
+    freshness.restore()
     faulthandler.enable()
     me = _Identity.of(start)
     code = 1
@@ -146,38 +132,6 @@ def _file(number: int) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _freshen() -> None:
-    """Give a forked process what a new interpreter has and the server's copy has not."""
-    encoding, errors = "utf-8", "strict"
-    if sys.stdout is not None:  # under fork it may have been closed when the app was started
-        encoding, errors = sys.stdout.encoding, sys.stdout.errors or errors
-    sys.stdin = open(0, closefd=False, encoding=encoding, errors=errors)  # noqa: SIM115
-    sys.__stdin__ = sys.stdin  # type: ignore[misc]
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        raw = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115
-        lenient = "backslashreplace" if number == 2 else errors  # noqa: PLR2004
-        # As `python -u`, which torchrun uses: what a killed rank printed is not lost.
-        stream = io.TextIOWrapper(raw, encoding=encoding, errors=lenient, write_through=True)
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
-    if inherited is not None:
-        # The launching process's children and exit handlers are not this process's, and the random
-        # state is the script's own, on purpose.
-        multiprocessing.process._children.clear()  # type: ignore[attr-defined] # noqa: SLF001
-        random.setstate(inherited.random_state)
-        atexit._clear()  # noqa: SLF001 - no public way to drop inherited handlers
-        threads = os.environ.get("OMP_NUM_THREADS", "")
-        if "torch" in sys.modules and threads.isdecimal():
-            # Its OpenMP read the variable when it was loaded, before it was set for the ranks.
-            sys.modules["torch"].set_num_threads(int(threads))
-        return
-    # Python seeds its own generator anew in a forked child; these libraries do not.
-    if "torch" in sys.modules:
-        sys.modules["torch"].default_generator.seed()
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()
-
-
 @dataclass
 class _Ending:
     value: Any = None
@@ -194,6 +148,7 @@ def _run(program: dict[str, Any], body: bytes) -> _Ending:
     from hydra_torchrun_launcher import payload, rank_logging
 
     try:
+        inherited = freshness.inherited
         if inherited is None:
             payload.Program(**program).enter()
         work: payload.Work = inherited.work if inherited else pickle.loads(body)  # noqa: S301

@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from torch.utils.data import DataLoader
 log = logging.getLogger(__name__)
 torch.backends.cudnn.benchmark = False
 LOCK = threading.Lock()
+folders: list[tempfile.TemporaryDirectory[str]] = []
 np.random.get_state()  # noqa: NPY002 - numpy makes its generator when it is first used
 AT_IMPORT = {
     name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "SET_BY_JOB", "OF_THE_JOB")
@@ -55,6 +57,17 @@ def exit_note(path: Path) -> None:
     path.with_suffix(".exited").touch()
 
 
+def until_terminated(path: Path) -> None:
+    def leave(*_: Any) -> None:
+        path.with_suffix(".terminated").touch()
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, leave)
+    path.with_suffix(".child").touch()
+    while True:
+        time.sleep(3600)
+
+
 @hydra.main(version_base="1.3", config_path=".", config_name="fresh")
 def main(cfg: DictConfig) -> Any:
     output = Path(HydraConfig.get().runtime.output_dir)
@@ -64,6 +77,10 @@ def main(cfg: DictConfig) -> Any:
     log.info("told by rank %s", os.environ["RANK"])
     print("printed by rank", os.environ["RANK"])
     size = OmegaConf.to_object(cfg.size)
+    folders.append(tempfile.TemporaryDirectory())  # goes at exit
+    multiprocessing.get_context("fork").Process(
+        target=until_terminated, args=(path,), daemon=True
+    ).start()
     with LOCK:
         record = {
             "env": {k: v for k, v in os.environ.items() if k.isupper()},
@@ -95,11 +112,21 @@ def main(cfg: DictConfig) -> Any:
             "num": HydraConfig.get().job.num,
             "output_dir": HydraConfig.get().runtime.output_dir,
             "fds": sorted(os.listdir("/proc/self/fd")),
-            "loaded": list(DataLoader([1, 2, 3], num_workers=1, collate_fn=lambda items: items)),
+            "loaded": list(DataLoader([1, 2, 3], num_workers=1)),
+            "loaded_by_lambda": list(
+                DataLoader(
+                    [1, 2, 3],
+                    num_workers=1,
+                    collate_fn=lambda items: items,
+                    multiprocessing_context="fork",  # Python 3.14's default pickles it
+                )
+            ),
             "preloaded": getattr(sys.modules.get("slow_import"), "READ", None),
             "pid": os.getpid(),
         }
-    path.write_text(json.dumps(record))
+    while not path.with_suffix(".child").exists():
+        time.sleep(0.01)
+    path.write_text(json.dumps(record, default=torch.Tensor.tolist))
     return record["moment"]
 
 

@@ -8,6 +8,7 @@ import errno
 import importlib
 import os
 import resource
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ def nothing(*_: Any, **__: Any) -> None:
 
 def break_machine(how: str) -> None:
     """Replace what the modules of the launcher ask the operating system for."""
+    if how == "frozen":
+        sys.frozen = True
     if how == "files":
         soft, hard = map(int, os.environ["FILES"].split())
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
