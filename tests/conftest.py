@@ -141,11 +141,17 @@ def _sweeps(folder: Path) -> Iterator[Callable[..., Sweep]]:
         nproc: int = 2,
         code: str | None = None,
         stdin: str | None = None,
+        launcher: str | None = "torchrun",
+        sweep_dir: str = "",
+        flags: Sequence[str] = ("-m",),
     ) -> Sweep:
+        directory = folder / f"run{len(runs)}"
         start = ["-c", code] if code is not None else app.split() if app.startswith("-") else None
-        arguments = [f"hydra.launcher.nproc_per_node={nproc}", *overrides] if nproc else overrides
-        command = [*(start or [str(APPS / app)]), "-m", "hydra/launcher=torchrun", *arguments]
-        runs.append(_start(folder / f"run{len(runs)}", command, environ or {}, stdin))
+        command = [*(start or [str(APPS / app)]), *flags]
+        command += [f"hydra/launcher={launcher}"] if launcher else []
+        command += [f"hydra.launcher.nproc_per_node={nproc}"] if nproc else []
+        command += [f"hydra.sweep.dir={directory / sweep_dir}", *overrides]
+        runs.append(_start(directory, command, environ or {}, stdin))
         return runs[-1]
 
     yield run
@@ -171,17 +177,11 @@ def _start(
 ) -> Sweep:
     marker = uuid.uuid4().hex
     (directory / "tmp").mkdir(parents=True)
-    command = [
-        sys.executable,
-        *arguments[: arguments.index("hydra/launcher=torchrun") + 1],
-        f"hydra.sweep.dir={directory}",
-        *arguments[arguments.index("hydra/launcher=torchrun") + 1 :],
-    ]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "PYTEST_"))}
     own = {"TEST_MARKER": marker, "TMPDIR": str(directory / "tmp")}
     with (directory / "console.txt").open("wb") as console:
         popen = subprocess.Popen(
-            command,
+            [sys.executable, *arguments],
             stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
             stdout=console,
             stderr=subprocess.STDOUT,

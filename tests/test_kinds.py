@@ -135,9 +135,10 @@ def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A task defined in a notebook's cell runs in ranks, rank 0 speaks in the notebook, and types
     of the notebook come back.
     """
+    import nbclient
+    import nbformat
+
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # with it a kernel does not show what children print
-    nbformat = pytest.importorskip("nbformat")
-    nbclient = pytest.importorskip("nbclient")
     cells = [f"directory = {str(tmp_path / 'sweep')!r}", NOTEBOOK]
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     nbclient.NotebookClient(

@@ -214,9 +214,20 @@ class _ComposeOnDemand:
         from hydra._internal.hydra import Hydra
 
         Plugins.instance()
-        made = Hydra(self._work.job_name, ConfigLoaderImpl(self._work.search_path))
+        with _silenced("hydra.core.utils"):  # the task's own log starts with the task
+            made = Hydra(self._work.job_name, ConfigLoaderImpl(self._work.search_path))
         GlobalHydra.instance().hydra = made
         return getattr(made, name)
+
+
+@contextmanager
+def _silenced(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _missing(name: str, reason: str) -> Callable[..., Any]:

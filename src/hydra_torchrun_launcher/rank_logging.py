@@ -17,6 +17,9 @@ def configure(work: Any, global_rank: int) -> None:
     """Apply the job's logging, with a file of its own for every rank but the first."""
     node = work.hydra_config.hydra
     rank = (global_rank, work.label)
+    if node.job_logging is not None and node.job_logging.get("root") is None:
+        # Then Hydra configures nothing for a job, and what it has for itself stays in force.
+        apply(node.hydra_logging, node.verbose, work.execution_whitelist, rank)
     apply(node.job_logging, node.verbose, work.execution_whitelist, rank)
 
 
