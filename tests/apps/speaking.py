@@ -1,0 +1,35 @@
+"""An app whose ranks write what streams carry badly."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+
+LONG = 10_000_000
+
+
+@hydra.main(version_base="1.3", config_path=None)
+def main(_: Any) -> None:
+    rank = os.environ["RANK"]
+    size = os.get_terminal_size().columns if sys.stdout.isatty() else None
+    record = {"tty": [os.isatty(number) for number in range(3)], "columns": size}
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    (folder / f"rank{rank}.json").write_text(json.dumps(record))
+    if os.environ.get("SPEAK") == "little":
+        print(f"rank {rank} speaks")
+        return
+    sys.stdout.buffer.write(b"\xff\xfe no text\n")
+    sys.stdout.buffer.write(b"x" * LONG + b"END\n")
+    for step in range(3):
+        print(f"\rprogress {step}", end="", file=sys.stderr)
+    print(f"\nlast of rank {rank}")
+
+
+if __name__ == "__main__":
+    main()
