@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import hydra
 import pytest
 from conftest import Sweep
+
+from hydra_plugins.hydra_torchrun_launcher import TorchrunLauncher
+from hydra_torchrun_launcher.errors import PlatformError
 
 Run = Callable[..., Sweep]
 pytestmark = pytest.mark.hydra_versions
@@ -43,6 +47,14 @@ def test_task_that_cannot_be_sent(sweep: Run, method: str) -> None:
     assert "lock" in run.output
     assert "start_method=fork" in run.output
     assert "Traceback" not in run.output
+
+
+def test_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Windows the launcher says in a sentence that it does not run there."""
+    launcher = TorchrunLauncher()
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(PlatformError, match="does not run on win32: it needs Linux"):
+        launcher.setup(hydra_context=None, task_function=None, config=None)  # type: ignore[arg-type]
 
 
 def test_fork_sends_nothing(sweep: Run) -> None:

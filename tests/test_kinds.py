@@ -37,11 +37,20 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"product": 200.0, "sum": 300, "text": "before", "file": "busy.py"},
     ),
     "hydra-zen": ("kinds/zen_task.py", {"width": 4, "is_model": True}),
+    "children": (
+        "kinds/children.py",
+        {
+            "squares": {method: [4, 9] for method in ("fork", "spawn", "forkserver")},
+            "written": True,
+            "sibling": "sibling",
+        },
+    ),
 }
 SETTINGS = {
     "script with a dash": ["hydra/job_logging=own"],
     "resolvers": ["+after=${after:}", "+under_guard=${under_guard:}"],
     "hydra-zen": ["model.width=4"],
+    "children": ["hydra.job.chdir=true"],
 }
 
 

@@ -93,3 +93,11 @@ def test_terminal_stays_a_terminal(tmp_path: Path) -> None:
     assert first["tty"] == [True, True, True]
     assert first["columns"] is not None
     assert second["tty"][1:] == [False, False]
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+def test_last_words(sweep: Run, method: str) -> None:
+    """What a rank printed before it was killed is not lost in a buffer."""
+    run = sweep("last_words.py", f"hydra.launcher.start_method={method}", nproc=1).wait()
+    assert "last words of rank 0" in run.output
+    assert "was killed by SIGKILL" in run.output

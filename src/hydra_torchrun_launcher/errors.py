@@ -32,6 +32,22 @@ def _bullets(problems: Sequence[str]) -> str:
     return f"{len(problems)} settings of hydra.launcher cannot work:{lines}"
 
 
+class PlatformError(LauncherError):
+    """The operating system lacks what the launcher is built on."""
+
+    def __init__(self, platform: str) -> None:
+        """Keep the system's name, as in `sys.platform`."""
+        self.platform = platform
+        super().__init__(
+            f"hydra/launcher=torchrun does not run on {platform}: it needs Linux (or macOS, for "
+            "gloo); on Windows use it inside WSL"
+        )
+
+    def __reduce__(self) -> tuple[type[PlatformError], tuple[str]]:
+        """Rebuild from the system's name."""
+        return (type(self), (self.platform,))
+
+
 class StartError(LauncherError):
     """A process of ours could not be started, or was lost before it could report."""
 

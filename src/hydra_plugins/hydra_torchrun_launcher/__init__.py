@@ -4,6 +4,7 @@ so it is light; what runs a sweep is imported when one is set up.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.plugins.launcher import Launcher
 
 from hydra_torchrun_launcher.config import TorchrunConf
+from hydra_torchrun_launcher.errors import PlatformError
 
 if TYPE_CHECKING:
     from hydra.core.utils import JobReturn
@@ -35,7 +37,10 @@ class TorchrunLauncher(Launcher):
 
         Raises:
             SettingsError: settings cannot work.
+            PlatformError: this is no system for it.
         """
+        if sys.platform == "win32":
+            raise PlatformError(sys.platform)
         from hydra_torchrun_launcher.jobs import Runner
 
         self._runner = Runner(hydra_context, task_function, config)

@@ -1,0 +1,3 @@
+"""A module beside the script, imported by the task only."""
+
+NAME = "sibling"
