@@ -109,9 +109,8 @@ class Sweep:
 
     def processes(self, kind: str) -> list[psutil.Process]:
         """Return its processes of a kind: server, keeper, agent or ranks."""
-        server = [
-            p for p in psutil.Process(self.popen.pid).children() if "servers" in str(p.cmdline())
-        ]
+        children = psutil.Process(self.popen.pid).children()
+        server = [p for p in children if "servers" in str(p.cmdline())] or children  # fork
         keepers = [child for p in server for child in p.children()]
         below = [child for p in keepers for child in p.children()]
         below.sort(key=lambda p: p.pid)
@@ -144,6 +143,7 @@ def _sweeps(folder: Path) -> Iterator[Callable[..., Sweep]]:
         launcher: str | None = "torchrun",
         sweep_dir: str = "",
         flags: Sequence[str] = ("-m",),
+        cwd: str = "",
     ) -> Sweep:
         directory = folder / f"run{len(runs)}"
         start = ["-c", code] if code is not None else app.split() if app.startswith("-") else None
@@ -151,7 +151,7 @@ def _sweeps(folder: Path) -> Iterator[Callable[..., Sweep]]:
         command += [f"hydra/launcher={launcher}"] if launcher else []
         command += [f"hydra.launcher.nproc_per_node={nproc}"] if nproc else []
         command += [f"hydra.sweep.dir={directory / sweep_dir}", *overrides]
-        runs.append(_start(directory, command, environ or {}, stdin))
+        runs.append(_start(directory, command, environ or {}, stdin, cwd))
         return runs[-1]
 
     yield run
@@ -173,10 +173,15 @@ def is_torchs(name: str) -> bool:
 
 
 def _start(
-    directory: Path, arguments: Sequence[str], environ: dict[str, str], stdin: str | None
+    directory: Path,
+    arguments: Sequence[str],
+    environ: dict[str, str],
+    stdin: str | None,
+    cwd: str,
 ) -> Sweep:
     marker = uuid.uuid4().hex
     (directory / "tmp").mkdir(parents=True)
+    (directory / cwd).mkdir(exist_ok=True)
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "PYTEST_"))}
     own = {"TEST_MARKER": marker, "TMPDIR": str(directory / "tmp")}
     with (directory / "console.txt").open("wb") as console:
@@ -185,7 +190,7 @@ def _start(
             stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
             stdout=console,
             stderr=subprocess.STDOUT,
-            cwd=directory,
+            cwd=directory / cwd,
             start_new_session=True,
             env={**inherited, **own, **environ},
         )

@@ -12,6 +12,7 @@ import os
 import signal
 import time
 import uuid
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server import local_elastic_agent
@@ -29,13 +30,15 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hydra_torchrun_launcher.errors import refused
-from hydra_torchrun_launcher.job_files import ERROR, STDERR, STDOUT, RankFolders
+from hydra_torchrun_launcher.job_files import ERROR, STDERR, STDOUT, claim_attempt
 from hydra_torchrun_launcher.processes import flush_standard_streams
 from hydra_torchrun_launcher.rendezvous import BACKEND, OneNode
 from hydra_torchrun_launcher.wire import Channel, Closed, wait_readable
 
 _KEEPER_ANSWERS_S = 30
 """Bound on the keeper's answers beyond the time that ranks have to leave."""
+_LONGEST_MESSAGE = 20_000
+"""A message between processes is whole or not at all; a text without end would be not at all."""
 _OUT, _ERR = 1, 2
 
 
@@ -54,7 +57,10 @@ def run(plan: dict[str, Any], channel: Channel) -> None:
     except OSError as error:
         verdict = {"state": "broken", "message": refused(error)}
     except BaseException as error:  # noqa: BLE001 - said to the user by the launching process
-        verdict = {"state": "broken", "message": f"{type(error).__name__}: {error}"}
+        asked = plan["agent"]["launch_config"]
+        hint = f" (hydra.launcher.extra or the like asks torch for {asked})" if asked else ""
+        verdict = {"state": "broken", "message": f"{type(error).__name__}: {error}{hint}"}
+    verdict["message"] = str(verdict.get("message", ""))[:_LONGEST_MESSAGE]
     for name in plan["agent"]["signals"]:  # a late one must not disturb the last words
         signal.signal(signal.Signals[name], signal.SIG_IGN)
     channel.send({"op": "verdict", **verdict})
@@ -122,23 +128,24 @@ class _RankLogs(LogsSpecs):
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        self._folders = RankFolders(**settings["folders"])
+        self._root: str | None = settings["rank_files"]
         self._settings = settings
         super().__init__(log_dir=self.root_log_dir)
 
     @property
     def root_log_dir(self) -> str:
-        return self._folders.root or os.devnull
+        return self._root or os.devnull
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         destination = LogsDest()
+        attempt = claim_attempt(Path(self._root)) if self._root is not None else None
         for local_rank, env in envs.items():
-            attempt = int(env["TORCHELASTIC_RESTART_COUNT"])
-            folder = self._folders.make(attempt, local_rank)
-            if folder is None:
+            if attempt is None:
                 nowhere = "" if self._on_console(local_rank) else os.devnull
                 destination.stdouts[local_rank] = destination.stderrs[local_rank] = nowhere
                 continue
+            folder = attempt / str(local_rank)
+            folder.mkdir()
             env["TORCHELASTIC_ERROR_FILE"] = str(folder / ERROR)
             destination.error_files[local_rank] = str(folder / ERROR)
             destination.filtered_stdout = str(folder.parent / "filtered_stdout.log")

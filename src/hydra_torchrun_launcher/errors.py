@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hydra.errors import CompactHydraException
@@ -117,9 +117,25 @@ class RankFailedError(LauncherError):
         return (type(self), (self.place, self.what))
 
 
-def printable(text: str) -> str:
-    """Escape what no stream can encode (lone surrogates)."""
-    return text.encode("utf-8", "backslashreplace").decode()
+def printable(text: str, encoding: str | None = None) -> str:
+    """Escape what a stream cannot encode (in UTF-8, the default: lone surrogates)."""
+    encoding = encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def related(error: BaseException) -> Iterator[BaseException]:
+    """Return an exception, its causes and its members, each once; compared by identity, as a user's
+    `__eq__` may do anything.
+    """
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        each = left.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        left += [each.__cause__, each.__context__, *getattr(each, "exceptions", ())]
 
 
 _REMEDIES = {

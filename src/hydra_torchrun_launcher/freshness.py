@@ -47,9 +47,9 @@ def restore() -> None:
 
 
 def _open_streams() -> None:
-    encoding, errors = "utf-8", "strict"
-    if sys.stdout is not None:  # under fork it may have been closed when the app was started
-        encoding, errors = sys.stdout.encoding, sys.stdout.errors or errors
+    # Under fork either may have been closed when the app was started, or replaced by the script.
+    encoding = getattr(sys.__stdout__, "encoding", None) or "utf-8"
+    errors = getattr(sys.__stdout__, "errors", None) or "strict"
     sys.stdin = open(0, closefd=False, encoding=encoding, errors=errors)  # noqa: SIM115
     sys.__stdin__ = sys.stdin  # type: ignore[misc]
     for number, name in ((1, "stdout"), (2, "stderr")):

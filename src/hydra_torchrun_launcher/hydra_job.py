@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import locale
 import logging
 import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from hydra.core import utils
@@ -156,7 +157,9 @@ class HydraJob:
     @contextmanager
     def _state(self) -> Iterator[None]:
         """Be where run_job is when it calls `on_job_end`."""
-        hydra_config, directory = HydraConfig.instance().cfg, os.getcwd()
+        hydra_config, directory = HydraConfig.instance().cfg, None
+        with suppress(FileNotFoundError):  # the task may have removed it
+            directory = os.getcwd()
         HydraConfig.instance().cfg = self._hydra_config
         try:
             if os.path.isdir(self._working_dir):
@@ -164,7 +167,8 @@ class HydraJob:
             yield
         finally:
             HydraConfig.instance().cfg = hydra_config
-            os.chdir(directory)
+            if directory is not None:
+                os.chdir(directory)
 
 
 def _add_remote_traceback(result: JobReturn, error: BaseException) -> None:
@@ -188,13 +192,20 @@ def _log_result(job: str, restarts: Sequence[str], error: BaseException | None) 
         _log_to_files(logging.ERROR, f"{job} failed", error)
 
 
+def _locale() -> str:
+    """Return the encoding of files that are opened without one, as log files are."""
+    return locale.getpreferredencoding(do_setlocale=False)
+
+
 def _log_to_files(level: int, text: str, error: BaseException | None = None) -> None:
     """Write to the job's log only: the console has had it when it happened."""
     trace = (type(error), error, error.__traceback__) if error is not None else None
-    record = log.makeRecord(__package__, level, __file__, 0, text, (), trace)
+    record = log.makeRecord(__package__, level, __file__, 0, printable(text, _locale()), (), trace)
     if trace is not None:
-        # A handler's stream may refuse what an exception's text may hold: lone surrogates.
-        record.exc_text = printable("".join(traceback.format_exception(*trace)).rstrip("\n"))
+        # A handler's stream may refuse what an exception's text holds.
+        record.exc_text = printable(
+            "".join(traceback.format_exception(*trace)).rstrip("\n"), _locale()
+        )
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.FileHandler) and record.levelno >= handler.level:
             handler.handle(record)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 
 STDOUT = "stdout.log"
@@ -13,42 +13,24 @@ NO_LOG = "none, by hydra.output_subdir=null; hydra.launcher.log_dir gives ranks 
 """Said instead of a log's path where a job leaves no files."""
 
 
-@dataclass(frozen=True)
-class RankFolders:
-    """Folders of one job's ranks: `<root>/attempt_<n>/<local rank>/`.
+def claim_attempt(root: Path) -> Path:
+    """Make the folder of an attempt, `<root>/attempt_<n>`, after the last that is there.
 
-    Attributes:
-        root: the job's folder for its ranks; None for a job that leaves no files.
-        first_attempt: number of this run's first attempt. It counts on from what an earlier run
-            left in the same folder, so that nothing is overwritten.
+    Nobody else gets it: neither another run in the same directory, now or later, nor another
+    attempt of this one. `mkdir` is atomic on every file system, NFS included.
     """
+    root.mkdir(parents=True, exist_ok=True)
+    number = max((_number(name) for name in os.listdir(root)), default=-1)
+    while True:
+        number += 1
+        with suppress(FileExistsError):
+            (root / f"attempt_{number}").mkdir()
+            return root / f"attempt_{number}"
 
-    root: str | None
-    first_attempt: int = 0
 
-    @classmethod
-    def next_free(cls, root: str) -> RankFolders:
-        """Look at what lies in `root` and number this run's attempts after it."""
-        found = [-1]
-        if os.path.isdir(root):
-            for name in os.listdir(root):
-                number = name.removeprefix("attempt_")
-                if number != name and number.isdigit():
-                    found.append(int(number))
-        return cls(root, max(found) + 1)
-
-    def rank(self, attempt: int, local_rank: int) -> Path | None:
-        """Return the folder of a rank; `attempt` counts from 0 in this run."""
-        if self.root is None:
-            return None
-        return Path(self.root) / f"attempt_{self.first_attempt + attempt}" / str(local_rank)
-
-    def make(self, attempt: int, local_rank: int) -> Path | None:
-        """Make the folder of a rank and return it."""
-        folder = self.rank(attempt, local_rank)
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-        return folder
+def _number(name: str) -> int:
+    digits = name.removeprefix("attempt_")
+    return int(digits) if digits != name and digits.isdecimal() else -1
 
 
 def rank_log_name(filename: str, global_rank: int, label: str) -> str:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hydra_torchrun_launcher.errors import JobStoppedError, StartError, signal_name
-from hydra_torchrun_launcher.job_files import RankFolders
+from hydra_torchrun_launcher.errors import JobStoppedError, StartError, printable, signal_name
 from hydra_torchrun_launcher.outcomes import Failure, describe, load_value
 from hydra_torchrun_launcher.processes import Deadline, flush_standard_streams, kill
 from hydra_torchrun_launcher.servers import Server
@@ -35,15 +35,18 @@ class HandedOver:
 
     Attributes:
         number: its number in the sweep.
-        folders: where its ranks' files are.
         max_restarts: how often its ranks may start again.
         shutdown_timeout_s: how long its ranks have to leave once they were asked to.
     """
 
     number: int
-    folders: RankFolders
     max_restarts: int
     shutdown_timeout_s: float
+
+
+def _shown(text: str) -> str:
+    """Escape what the console cannot show (PYTHONIOENCODING=ascii)."""
+    return printable(text, getattr(sys.stdout, "encoding", None))
 
 
 class JobRun:
@@ -59,7 +62,6 @@ class JobRun:
             owns_server: end the server with the job.
         """
         self._number = number = job.number
-        self._folders = job.folders
         self._max_restarts = job.max_restarts
         self._shutdown_timeout_s = job.shutdown_timeout_s
         self._keeper_pid: int | None = None
@@ -81,6 +83,7 @@ class JobRun:
             fds = (keepers_end.fileno(), document.fileno(), 0, 1, 2)
             server.channel.send({"op": "job", "job": number}, fds)
         except Closed as error:
+            server.dead = True
             problem = f"the launcher's server (pid {server.pid}) was lost"
             raise StartError(problem) from error
         finally:
@@ -124,6 +127,7 @@ class JobRun:
             self._limit.within(_SERVER_ANSWERS_S)
         else:
             self._server.close()
+            self._job.close()
 
     def _pass_on(self, watch: SignalWatch) -> None:
         """Hand signals on: the first asks the ranks to leave, a second kills them."""
@@ -168,7 +172,7 @@ class JobRun:
             return
         operation = message["op"]
         if operation == "failed":
-            self._note_failure(Failure.read(message, fds[0], self._folders))
+            self._note_failure(Failure.read(message, fds[0]))
         elif operation == "lingered":
             log.warning(
                 "Job #%d: rank %d returned but did not leave in time (a thread or an exit handler "
@@ -191,17 +195,20 @@ class JobRun:
             if failure.attempt < last:
                 self.restarts.append(
                     f"attempt {failure.attempt} failed, its ranks start again (restart "
-                    f"{failure.attempt + 1} of {last}): {failure.report()}"
+                    f"{failure.attempt + 1} of {last}): {_shown(failure.report())}"
                 )
                 log.warning("Job #%d: %s", self._number, self.restarts[-1])
             else:
-                log.error("Job #%d failed: %s", self._number, failure.report())
+                log.error("Job #%d failed: %s", self._number, _shown(failure.report()))
         else:
-            log.error("Job #%d: also failed: %s", self._number, failure.line())
+            log.error("Job #%d: also failed: %s", self._number, _shown(failure.line()))
 
     def close(self) -> None:
         """Hang up: what still runs of the job is ended by its keeper."""
-        self._job.close()
+        if self._job.fileno() >= 0:
+            # Its keeper ends it in its own time; until then the server has children to wait for.
+            self._server.patience_s = self._shutdown_timeout_s + _KEEPER_ANSWERS_S
+            self._job.hang_up()
 
     def result(self) -> tuple[Any, BaseException | None]:
         """Return rank 0's value, or None and why the job failed."""

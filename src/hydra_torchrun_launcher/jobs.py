@@ -32,7 +32,6 @@ from hydra_torchrun_launcher.errors import (
     refused,
 )
 from hydra_torchrun_launcher.hydra_job import HydraJob
-from hydra_torchrun_launcher.job_files import RankFolders
 from hydra_torchrun_launcher.job_run import HandedOver, JobRun
 from hydra_torchrun_launcher.payload import Program, Work, pack
 from hydra_torchrun_launcher.plans import Surroundings, job_plan, with_thread_limit
@@ -72,16 +71,20 @@ class Runner:
         self._pool = Pool()
         self._accelerators: dict[str, int] | None = None
         self._directories: dict[str, int] = {}
-        self._warned = False
+        self._warned: set[str] = set()
+        self._running: JobRun | None = None
         environ = {**os.environ, **_env_set(config)}
         settings = _settings(config, environ)
         self._first_signals = settings.signals
         if settings.start_method is not StartMethod.fork:
             _check_interpreter()
+            _check_preload(settings.preload)
             self._server(with_thread_limit(environ, settings.nproc_per_node), settings)
 
     def close(self) -> None:
-        """End the servers."""
+        """End what still runs, and the servers."""
+        if self._running is not None:
+            self._running.close()
         self._pool.close()
 
     def run(self, job_overrides: Sequence[Sequence[str]], first_number: int) -> list[JobReturn]:
@@ -100,8 +103,8 @@ class Runner:
             Path(str(self._config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             raise StartError(refused(problem)) from None
-        number = len(job_overrides)
-        log.info("Launching %d %s with torchrun", number, "job" if number == 1 else "jobs")
+        count = len(job_overrides)
+        log.info("Launching %d %s with torchrun", count, "job" if count == 1 else "jobs")
         watch = SignalWatch(self._first_signals)
         returns = []
         try:
@@ -136,12 +139,14 @@ class Runner:
         self._log_as_sweep()
         try:
             with closing(self._start(number, job, work, watch)) as run:
+                self._running = run
                 run.watch(watch)
                 value, error = run.result()
                 restarts = run.restarts
         except (LauncherError, OSError) as problem:
             error = problem if isinstance(problem, LauncherError) else StartError(refused(problem))
-            log.error("Job #%d failed: %s", number, error)  # noqa: TRY400 - a sentence is enough
+            if not isinstance(problem, JobStoppedError):
+                log.error("Job #%d failed: %s", number, error)  # noqa: TRY400 - it is a sentence
         except Exception as problem:  # our mistake
             error = problem
             log.exception("Job #%d failed in the launching process", number)
@@ -154,31 +159,31 @@ class Runner:
         settings = _settings(job.config, job.environ)
         nproc = self._count(settings, job.environ, watch)
         for problem in [*settings.ranks_beyond(nproc), *machine.too_many_ranks(nproc, job.environ)]:
-            log.warning("Job #%d: %s", number, problem)
+            self._warn_once(problem, "Job #%d: %s", number, problem)
         environ = with_thread_limit(job.environ, nproc)
         program = Program.of_this_process()
         work.label = self._label(number, job.output_dir)
-        folders = self._folders(number, job, settings, work.label)
-        plan = job_plan(settings, nproc, Surroundings(environ, job.working_dir, program, folders))
+        rank_files = self._rank_files(number, job, settings, work.label)
+        plan = job_plan(
+            settings, nproc, Surroundings(environ, job.working_dir, program, rank_files)
+        )
         fork = settings.start_method is StartMethod.fork
         server = _fork_server(work, watch) if fork else self._server(environ, settings)
         document = anonymous_file("plan")
         write_document(document.fileno(), plan, b"" if fork else pack(work, program))
-        handed_over = HandedOver(
-            number, folders, settings.max_restarts, settings.shutdown_timeout_s
-        )
+        handed_over = HandedOver(number, settings.max_restarts, settings.shutdown_timeout_s)
         return JobRun(handed_over, server, document, owns_server=fork)
 
     def _server(self, environ: Mapping[str, str], settings: Settings) -> Server:
         return self._pool.get(environ, settings.preload, settings.preload_env)
 
-    def _folders(self, number: int, job: HydraJob, settings: Settings, label: str) -> RankFolders:
+    def _rank_files(self, number: int, job: HydraJob, settings: Settings, label: str) -> str | None:
         if settings.log_dir is not None:
             root = os.path.join(settings.log_dir, str(number))
-            return RankFolders.next_free(os.path.abspath(root))
+            return os.path.abspath(root)
         if job.leaves_no_files:
-            return RankFolders(None)
-        return RankFolders.next_free(os.path.abspath(os.path.join(job.output_dir, "ranks", label)))
+            return None
+        return os.path.abspath(os.path.join(job.output_dir, "ranks", label))
 
     def _label(self, number: int, output_dir: str) -> str:
         """Return what sets a job's files apart, if another job of this sweep has its directory."""
@@ -186,14 +191,18 @@ class Runner:
         first = self._directories.setdefault(directory, number)
         if first == number:
             return ""
-        if not self._warned:
-            self._warned = True
-            log.warning(
-                "Job #%d: its output directory %s is job #%d's too; files of the launcher carry "
-                "the job's number, Hydra's own do not (hydra.sweep.subdir sets jobs apart)",
-                number, directory, first,
-            )  # fmt: skip
+        self._warn_once(
+            "directory",
+            "Job #%d: its output directory %s is job #%d's too; files of the launcher carry the "
+            "job's number, Hydra's own do not (hydra.sweep.subdir sets jobs apart)",
+            number, directory, first,
+        )  # fmt: skip
         return f"job{number}"
+
+    def _warn_once(self, subject: str, text: str, *values: object) -> None:
+        if subject not in self._warned:
+            self._warned.add(subject)
+            log.warning(text, *values)
 
     def _count(self, settings: Settings, environ: Mapping[str, str], watch: SignalWatch) -> int:
         """Return the number of ranks, counting accelerators or cores where that is asked for."""
@@ -234,6 +243,17 @@ def _check_interpreter() -> None:
             "launcher's server would be one: use hydra.launcher.start_method=fork"
         )
         raise StartError(problem)
+
+
+def _check_preload(names: Sequence[str]) -> None:
+    missing = [name for name in names if not _is_there(name.partition(".")[0])]
+    if missing:
+        problem = f"hydra.launcher.preload: no module named {', '.join(map(repr, missing))}"
+        raise SettingsError([problem])
+
+
+def _is_there(name: str) -> bool:
+    return name in sys.modules or importlib.util.find_spec(name) is not None
 
 
 def _check_directory(sweep_dir: str) -> None:

@@ -18,6 +18,7 @@ from hydra_torchrun_launcher import ranks as ranks_of
 from hydra_torchrun_launcher.errors import refused
 from hydra_torchrun_launcher.processes import (
     ChildWatch,
+    Deadline,
     Ultimatum,
     adopt_orphans,
     children,
@@ -46,6 +47,8 @@ that a rank's stack holds nothing of ours but the worker."""
 
 _LEFTOVERS_S = 5
 """How long what a failed or stopped job's ranks left behind has after SIGTERM."""
+_AGENT_ACTS_S = 30
+"""How long the agent has to begin, and to answer when its ranks have failed or finished."""
 _AGENT_LEAVES_S = 10
 """How long the agent has for its own clean-up, beyond the ranks' time to leave."""
 
@@ -73,6 +76,8 @@ class Keeper:
         self._verdict: dict[str, Any] | None = None
         self._refusal: OSError | None = None
         self._agent_exit: int | None = None
+        self._agent_is_silent = False
+        self._agent_acts = Deadline()
         self._everything = Ultimatum()
         self._leftovers = Ultimatum()
 
@@ -84,6 +89,7 @@ class Keeper:
         self._file_limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (self._file_limits[1], self._file_limits[1]))
         self._agent_channel, agents_end = channel_pair()
+        self._agent_acts.within(_AGENT_ACTS_S)
         try:
             self._agent_pid = self._fork()
         except OSError as error:
@@ -95,6 +101,7 @@ class Keeper:
             role = self._step()
             if role is not None:
                 return role
+        self._ranks.tell_failures(at_once=True)
         self._report_done()
         os._exit(0)
 
@@ -127,6 +134,7 @@ class Keeper:
         if role is None and self._job in ready:
             self._hear_launching_process()
         if role is None:
+            self._ranks.tell_failures()
             self._keep_deadlines()
         return role
 
@@ -135,7 +143,8 @@ class Keeper:
         yield from (rank.leave for rank in self._ranks.alive())
 
     def _next_deadline_s(self) -> float | None:
-        left = (each.remaining_s for each in self._ultimatums())
+        left = [each.remaining_s for each in self._ultimatums()]
+        left += [self._ranks.settles_s, self._agent_acts.remaining_s]
         return min((seconds for seconds in left if seconds is not None), default=None)
 
     # -- the launching process ------------------------------------------------------------------
@@ -173,14 +182,15 @@ class Keeper:
             kill(self._agent_pid, signum)
 
     def _report_done(self) -> None:
-        verdict = self._verdict or {"state": "lost", "exit": self._agent_exit}
+        silent_s = _AGENT_ACTS_S if self._agent_is_silent else None
+        verdict = self._verdict or {"state": "lost", "exit": self._agent_exit, "silent_s": silent_s}
         if self._stopping is not None:
             verdict = {"state": "stopped", "signal": self._stopping}
         if self._refusal is not None:
             verdict = {"state": "refused", "message": refused(self._refusal)}
         if self._is_in_vain():
-            stuck = sorted(set(children(recursive=False)) - {self._agent_pid})
             kill_descendants()
+            stuck = sorted(set(children(recursive=False)) - {self._agent_pid}) or [self._agent_pid]
             verdict = {"state": "stuck", "pids": stuck}
         succeeded = verdict["state"] == "succeeded"
         self._tell({**verdict, "op": "done"}, *(self._ranks.value() if succeeded else ()))
@@ -193,6 +203,7 @@ class Keeper:
         except Closed:
             self._agent_channel.close()
             return None
+        self._agent_acts.clear()
         operation = message["op"]
         if operation == "attempt":
             self._ranks.begin_attempt(message["number"])
@@ -203,6 +214,7 @@ class Keeper:
             self._answer_stop = True
         elif operation == "verdict":
             self._verdict = message
+            self._agent_acts.within(_AGENT_ACTS_S)
         return None
 
     def _hear_last_words(self) -> None:
@@ -217,6 +229,8 @@ class Keeper:
 
     def _answer(self, message: dict[str, Any]) -> None:
         if self._agent_channel.fileno() >= 0:
+            if message["op"] != "pid":  # to all else it has something to say
+                self._agent_acts.within(_AGENT_ACTS_S)
             try:
                 self._agent_channel.send(message)
             except Closed:
@@ -234,7 +248,9 @@ class Keeper:
             return None
         if pid == 0:
             return lambda: ranks_of.become(self._given, order, outcome)
-        self._ranks.add(Rank(pid, order["local_rank"], int(order["env"]["RANK"]), outcome))
+        error_file = order["env"].get("TORCHELASTIC_ERROR_FILE")
+        folder = os.path.dirname(error_file) if error_file else None
+        self._ranks.add(Rank(pid, order["local_rank"], int(order["env"]["RANK"]), outcome, folder))
         self._answer({"op": "pid", "pid": pid})
         return None
 
@@ -243,6 +259,7 @@ class Keeper:
         self._ranks.read_notes(self._notes)  # written before the deaths that were just seen
         if self._agent_pid in ended:
             self._agent_exit = ended[self._agent_pid]
+            self._agent_acts.clear()
             self._hear_last_words()
         self._ranks.judge(ended)
 
@@ -255,10 +272,14 @@ class Keeper:
     def _keep_deadlines(self) -> None:
         if self._everything.strikes():
             self._ranks.expect_to_be_killed()
-            kill_descendants()
+            kill_descendants(janitors=self._everything.is_repeated)
         self._ranks.kill_overdue()
         if self._leftovers.strikes():
-            kill_descendants(spare=self._agent_alive())
+            kill_descendants(spare=self._agent_alive(), janitors=self._leftovers.is_repeated)
+        if self._agent_acts.passed:
+            self._agent_acts.clear()
+            self._agent_is_silent = True
+            kill(self._agent_pid, signal.SIGKILL)
         if self._answer_stop and not self._ranks.alive() and self._nothing_left(ask=True):
             self._answer_stop = False
             self._answer({"op": "stopped"})

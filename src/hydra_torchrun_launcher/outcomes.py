@@ -6,7 +6,9 @@ import pickle
 import socket
 import types
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra_torchrun_launcher.errors import (
@@ -14,9 +16,10 @@ from hydra_torchrun_launcher.errors import (
     RankPlace,
     StartError,
     describe_exit,
+    related,
     signal_name,
 )
-from hydra_torchrun_launcher.job_files import ERROR, NO_LOG, STDERR, RankFolders
+from hydra_torchrun_launcher.job_files import ERROR, NO_LOG, STDERR
 from hydra_torchrun_launcher.wire import Fd, read_document
 
 
@@ -27,12 +30,21 @@ def load_value(outcome: Fd) -> tuple[Any, BaseException | None]:
         return None, None  # rank 0 left by sys.exit(0)
     try:
         return pickle.loads(body), None  # noqa: S301 - from our own rank, by an anonymous file
-    except Exception as error:  # noqa: BLE001 - a class may raise anything while it is rebuilt
+    except BaseException as error:  # noqa: BLE001 - a class may raise anything while it is rebuilt
         problem = (
             "The task function's return value cannot be rebuilt in the launching process: "
             f"{type(error).__name__}: {error}"
         )
         return None, StartError(problem)
+
+
+def _recorded(outcome: Fd) -> tuple[dict[str, Any] | None, bytes]:
+    """Return what a failed rank recorded; one that died at it may have left a part."""
+    try:
+        recorded, body = read_document(outcome.fileno())
+    except ValueError:
+        return None, b""
+    return (None, b"") if recorded["status"] == "completed" else (recorded, body)
 
 
 @dataclass(frozen=True)
@@ -47,10 +59,10 @@ class Failure:
     returned: bool
 
     @classmethod
-    def read(cls, message: dict[str, Any], outcome: Fd, folders: RankFolders) -> Failure:
+    def read(cls, message: dict[str, Any], outcome: Fd) -> Failure:
         """Put together what the keeper saw and what the rank recorded."""
         attempt, local_rank = message["attempt"], message["local_rank"]
-        folder = folders.rank(attempt, local_rank)
+        folder = Path(message["folder"]) if message["folder"] else None
         files = (folder / STDERR, folder / ERROR, folder) if folder is not None else ()
         place = RankPlace(
             global_rank=message["global_rank"],
@@ -59,9 +71,7 @@ class Failure:
             attempt=attempt,
             log=str(next((file for file in files if file.exists()), folder or NO_LOG)),
         )
-        recorded, body = None, b""
-        if message["recorded"] == "failed":
-            recorded, body = read_document(outcome.fileno())
+        recorded, body = _recorded(outcome)
         returned = message["recorded"] == "crashed"
         return cls(place, attempt, recorded, body, message["exit"], returned)
 
@@ -86,14 +96,16 @@ class Failure:
 
     def error(self, others: Sequence[Failure]) -> BaseException:
         """Return the exception for the JobReturn: the rank's own wherever it can be rebuilt."""
-        error = self._own_error() or RankFailedError(self.place, self._what_in_full())
+        error: BaseException | None = self._own_error()
+        if error is None:  # its truth is the user's to define
+            error = RankFailedError(self.place, self._what_in_full())
         notes = [
             f"in {self.place}; log: {self.place.log}",
             *(f"also failed: {other.line()}" for other in others),
         ]
-        if hasattr(error, "add_note"):  # Python >= 3.11
-            for note in notes if not isinstance(error, RankFailedError) else notes[1:]:
-                error.add_note(note)
+        for note in notes if not isinstance(error, RankFailedError) else notes[1:]:
+            with suppress(Exception):  # Python < 3.11 has no notes; a class may refuse them
+                BaseException.add_note(error, note)  # type: ignore[attr-defined,unused-ignore]
         return error
 
     def _own_error(self) -> BaseException | None:
@@ -101,7 +113,7 @@ class Failure:
             return None
         try:
             error = pickle.loads(self.body)  # noqa: S301 - from our own rank, by an anonymous file
-        except Exception:  # noqa: BLE001 - its text is there all the same
+        except BaseException:  # noqa: BLE001 - its text is there all the same
             return None
         # What is not an Exception (KeyboardInterrupt) would tear through the sweeper.
         return _without_carets(error) if isinstance(error, Exception) else None
@@ -118,15 +130,8 @@ def _without_carets(error: Exception) -> Exception:
     """Forget where in its lines a rebuilt traceback stands: that does not travel, and a printed
     traceback would point at the wrong words.
     """
-    seen: list[BaseException] = []
-    left: list[BaseException | None] = [error]
-    while left:
-        each = left.pop()
-        if each is None or each in seen:
-            continue
-        seen.append(each)
-        each.__traceback__ = _lines_only(each.__traceback__)
-        left += [each.__cause__, each.__context__]
+    for each in related(error):
+        BaseException.with_traceback(each, _lines_only(each.__traceback__))
     return error
 
 
@@ -153,6 +158,8 @@ def describe(state: str, done: dict[str, Any], ended: dict[str, Any] | None) -> 
             f"the kernel does not end process {pids}, which waits for a device or a file server "
             "(state D in ps); it is left behind"
         )
+    if state == "lost" and done.get("silent_s"):
+        return f"the job's agent process did not answer within {done['silent_s']} s and was killed"
     if state == "lost":
         return f"the job's agent process {describe_exit(done['exit'])}"
     return "its ranks did not all finish"

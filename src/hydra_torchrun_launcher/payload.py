@@ -30,6 +30,7 @@ from omegaconf.basecontainer import BaseContainer
 
 from hydra_torchrun_launcher.errors import TransportError
 from hydra_torchrun_launcher.pickling import dumps
+from hydra_torchrun_launcher.processes import path_entries
 
 MAIN = "__mp_main__"
 """Name of the user's script in a rank: `if __name__ == "__main__"` is false there. It is the name
@@ -60,10 +61,10 @@ class Program:
         spec = getattr(main, "__spec__", None)
         path = getattr(main, "__file__", None)
         if spec is not None and spec.name != "__main__":
-            return cls(list(sys.argv), list(sys.path), None, spec.name)
+            return cls(list(sys.argv), path_entries(), None, spec.name)
         if path is not None and os.path.isfile(path) and not getattr(sys, "frozen", False):
-            return cls(list(sys.argv), list(sys.path), os.path.abspath(path), None)
-        return cls(list(sys.argv), list(sys.path), None, None)
+            return cls(list(sys.argv), path_entries(), os.path.abspath(path), None)
+        return cls(list(sys.argv), path_entries(), None, None)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for the job's plan."""
@@ -85,7 +86,7 @@ class Program:
         module = types.ModuleType(MAIN)
         if self.main_path is not None:
             with io.open_code(self.main_path) as file:
-                code = compile(file.read(), self.main_path, "exec")
+                code = compile(file.read(), self.main_path, "exec", dont_inherit=True)
             module.__file__ = self.main_path
             module.__dict__["__cached__"] = None
         else:

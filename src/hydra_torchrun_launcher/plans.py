@@ -5,10 +5,9 @@ launching process).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from hydra_torchrun_launcher.job_files import RankFolders
 from hydra_torchrun_launcher.payload import Program
 from hydra_torchrun_launcher.settings import Settings
 
@@ -21,13 +20,13 @@ class Surroundings:
         environ: their environment, before torch elastic's variables.
         working_dir: where they run.
         program: the user's program.
-        folders: where their files go.
+        rank_files: folder for their files; None for none.
     """
 
     environ: Mapping[str, str]
     working_dir: str
     program: Program
-    folders: RankFolders
+    rank_files: str | None
 
 
 def job_plan(settings: Settings, nproc: int, found: Surroundings) -> dict[str, Any]:
@@ -51,7 +50,7 @@ def job_plan(settings: Settings, nproc: int, found: Surroundings) -> dict[str, A
             "tee": settings.tee,
             "console_ranks": settings.console_ranks,
             "launch_config": settings.launch_config,
-            "folders": asdict(found.folders),
+            "rank_files": found.rank_files,
         },
     }
 

@@ -47,6 +47,12 @@ def python_command(path: list[str], module: str, function: str, *arguments: obje
     return [sys.executable, *options, "-c", code]
 
 
+def path_entries() -> list[str]:
+    """Return what Python itself uses of sys.path: it ignores what is no text, such as a Path."""
+    entries: list[object] = list(sys.path)
+    return [entry for entry in entries if isinstance(entry, str)]
+
+
 def open_standard_streams() -> None:
     """Open the null device on every standard descriptor that is closed.
 
@@ -58,9 +64,9 @@ def open_standard_streams() -> None:
 
 
 def flush_standard_streams() -> None:
-    """Write out what is buffered; a stream that was closed at the start is None."""
+    """Write out what is buffered; what stands in a stream's place may be None or anything."""
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
+        with contextlib.suppress(Exception):
             stream.flush()
 
 
@@ -97,15 +103,43 @@ def children(*, recursive: bool) -> list[int]:
     return [child.pid for child in psutil.Process().children(recursive=recursive)]
 
 
-def kill_descendants(spare: Iterable[int] = ()) -> None:
-    """SIGKILL every descendant but `spare` and theirs; adopted ones turn up at the next call."""
+_JANITORS = ("multiprocessing.resource_tracker", "torch_shm_manager")
+"""Processes that remove shared memory when those who use it have ended, and then end."""
+
+
+def kill_descendants(spare: Iterable[int] = (), *, janitors: bool = True) -> None:
+    """SIGKILL every descendant but `spare` and theirs; adopted ones turn up at the next call.
+
+    Args:
+        spare: who lives on.
+        janitors: kill also those who remove what the others leave.
+    """
     spared = set(spare)
     for pid in spared.copy():
         with contextlib.suppress(psutil.NoSuchProcess):
             spared.update(child.pid for child in psutil.Process(pid).children(recursive=True))
-    for pid in children(recursive=True):
-        if pid not in spared:
-            kill(pid, signal.SIGKILL)
+    _kill_all(psutil.Process().children(recursive=True), spared, janitors=janitors)
+
+
+def kill_tree(pid: int, *, janitors: bool) -> None:
+    """SIGKILL a process and its descendants, as `kill_descendants` does."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        _kill_all([root, *root.children(recursive=True)], set(), janitors=janitors)
+
+
+def _kill_all(processes: list[psutil.Process], spared: set[int], *, janitors: bool) -> None:
+    for process in processes:
+        if process.pid not in spared and (janitors or not _is_janitor(process)):
+            kill(process.pid, signal.SIGKILL)
+
+
+def _is_janitor(process: psutil.Process) -> bool:
+    try:
+        command = " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+    return any(name in command for name in _JANITORS)
 
 
 class ChildWatch:
@@ -208,6 +242,11 @@ class Ultimatum(Deadline):
         self.within(1)
         self._strikes += 1
         return True
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether a SIGKILL was sent before the last one."""
+        return self._strikes > 1
 
     @property
     def is_in_vain(self) -> bool:

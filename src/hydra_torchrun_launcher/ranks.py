@@ -11,13 +11,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydra_torchrun_launcher import worker
+from hydra_torchrun_launcher import recording, worker
 from hydra_torchrun_launcher.errors import StartError
-from hydra_torchrun_launcher.processes import Ultimatum, kill, kill_group
+from hydra_torchrun_launcher.processes import Deadline, Ultimatum, kill_group, kill_tree
 from hydra_torchrun_launcher.wire import Fd, close_all_but
 
 _FAILED_RANK_LEAVES_S = 5
 """How long a rank that failed may spend in `atexit` before it is killed."""
+_COMPLETED_RANK_LEAVES_S = 5
+"""The least that ranks which completed get for the same, however short their time limit is."""
+_SETTLE_S = 0.1
+"""How long the first failure of an attempt waits for its cause."""
 
 
 @dataclass
@@ -25,6 +29,7 @@ class Rank:
     """One rank's process.
 
     Attributes:
+        folder: where its files are, or None.
         recorded: what its outcome says: None yet, "completed", "failed", or "crashed" where it
             completed and did not leave well.
         signalled: whether it was told to leave, so that how it leaves is no failure.
@@ -35,6 +40,7 @@ class Rank:
     local_rank: int
     global_rank: int
     outcome: Fd
+    folder: str | None = None
     recorded: str | None = None
     ended: bool = False
     signalled: bool = False
@@ -133,6 +139,8 @@ class Ranks:
         self._answer = answer
         self._attempt = 0
         self._ranks: list[Rank] = []
+        self._failed: list[_Failed] = []
+        self._settled = Deadline()
 
     def begin_attempt(self, number: int) -> None:
         """Forget those of the attempt before."""
@@ -140,6 +148,7 @@ class Ranks:
             rank.outcome.close()
         self._ranks = []
         self._attempt = number
+        self._settled = Deadline()
 
     def add(self, rank: Rank) -> None:
         """Look after one more."""
@@ -159,7 +168,7 @@ class Ranks:
 
     def read_notes(self, notes: Fd) -> None:
         """Take in which ranks have recorded their outcome."""
-        for note in worker.read_notes(notes):
+        for note in recording.read_notes(notes):
             rank = next((each for each in self._ranks if each.pid == note.pid), None)
             if rank is None or rank.recorded is not None:
                 continue
@@ -169,13 +178,12 @@ class Ranks:
                 self._report_failure(rank, note.exit_code)
         if self._ranks and self._all_completed():
             for rank in self.alive():
-                rank.leave.within(max(self._grace_s, _FAILED_RANK_LEAVES_S))
+                rank.leave.within(max(self._grace_s, _COMPLETED_RANK_LEAVES_S))
 
     def judge(self, ended: dict[int, int]) -> None:
         """Take in which processes ended, by pid, with their exit codes."""
         died = [rank for rank in self._ranks if rank.pid in ended and not rank.ended]
-        # An abort is often a library's answer to another rank's death: look at it last.
-        for rank in sorted(died, key=lambda rank: ended[rank.pid] == -signal.SIGABRT):
+        for rank in died:
             rank.ended = True
             self._judge_exit(rank, ended[rank.pid])
         if died and not self.alive() and self._all_completed():
@@ -199,8 +207,7 @@ class Ranks:
         for rank in self.alive():
             if rank.leave.strikes():
                 rank.overdue = rank.signalled = True
-                kill_group(rank.pid, signal.SIGKILL)
-                kill(rank.pid, signal.SIGKILL)  # it may have moved to another group
+                kill_tree(rank.pid, janitors=rank.leave.is_repeated)
 
     def _all_completed(self) -> bool:
         return all(rank.recorded == "completed" for rank in self._ranks)
@@ -215,13 +222,48 @@ class Ranks:
             self._report_failure(rank, code)
 
     def _report_failure(self, rank: Rank, code: int) -> None:
-        facts = {
+        self._failed.append(_Failed(rank, rank.recorded, code))
+        if self._settled.remaining_s is None:
+            self._settled.within(_SETTLE_S)
+
+    @property
+    def settles_s(self) -> float | None:
+        """Seconds until failures that have been seen are to be told; None: there are none."""
+        return self._settled.remaining_s if self._failed else None
+
+    def tell_failures(self, *, at_once: bool = False) -> None:
+        """Tell what failed, the cause first, once it has had time to be seen (or `at_once`).
+
+        Whoever waits for a rank that a signal killed may note its failure before the kernel shows
+        that death.
+        """
+        if at_once or self._settled.passed or not self.alive():
+            for failed in sorted(self._failed, key=_Failed.order):
+                self._tell(failed.facts(self._attempt), failed.rank.outcome.fileno())
+                local_rank = failed.rank.local_rank
+                self._answer({"op": "failed", "local_rank": local_rank, "exit": failed.code})
+            self._failed = []
+
+
+@dataclass(frozen=True)
+class _Failed:
+    rank: Rank
+    recorded: str | None
+    code: int
+
+    def order(self) -> int:
+        """Put a death without a word before an exception, which may be an answer to it, and an
+        abort last: that is often a library's answer.
+        """
+        return 2 if self.code == -signal.SIGABRT else 1 if self.recorded == "failed" else 0
+
+    def facts(self, attempt: int) -> dict[str, Any]:
+        return {
             "op": "failed",
-            "attempt": self._attempt,
-            "local_rank": rank.local_rank,
-            "global_rank": rank.global_rank,
-            "recorded": rank.recorded,
-            "exit": code,
+            "attempt": attempt,
+            "local_rank": self.rank.local_rank,
+            "global_rank": self.rank.global_rank,
+            "folder": self.rank.folder,
+            "recorded": self.recorded,
+            "exit": self.code,
         }
-        self._tell(facts, rank.outcome.fileno())
-        self._answer({"op": "failed", "local_rank": rank.local_rank, "exit": code})

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import torch
 
-from hydra_torchrun_launcher.errors import refused
+from hydra_torchrun_launcher.errors import describe_exit, refused
 from hydra_torchrun_launcher.keeper import Keeper, Role
 from hydra_torchrun_launcher.processes import (
     ChildWatch,
@@ -110,7 +110,9 @@ class _Server:
     def _reap(self) -> None:
         for pid, status in self._watch.reap():
             if pid == self._counter and status != 0:
-                self._tell({"op": "counted", "accelerators": 0, "gpus": 0})
+                how = describe_exit(exit_code(status))
+                problem = f"the process that counts this machine's accelerators {how}"
+                self._tell({"op": "refused", "message": problem})
             if pid in self._keepers:
                 self._ended[self._keepers.pop(pid)] = exit_code(status)
                 if status != 0:
@@ -119,7 +121,7 @@ class _Server:
     def _end_orphans(self) -> None:
         """Kill what a killed keeper left to us; the end of its job is told when that is gone."""
         if self._orphans.strikes():
-            kill_descendants(spare=self._keepers)
+            kill_descendants(spare=self._keepers, janitors=self._orphans.is_repeated)
         if self._orphans.remaining_s is not None and not self._orphans.is_in_vain:
             ours = {*self._keepers, self._counter}
             if set(children(recursive=False)) - ours:

@@ -7,7 +7,6 @@ import importlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -82,6 +81,7 @@ class Server:
         self.pid = pid
         self.dead = False
         self.ready = False
+        self.patience_s: float = _END_S
         self._popen = popen
         self._start = processes.Deadline()
         self._start.within(_START_S)
@@ -93,7 +93,13 @@ class Server:
         ours, theirs = channel_pair()
         in_main_thread = threading.current_thread() is threading.main_thread()
         command = processes.python_command(
-            sys.path, __name__, "boot", theirs.fileno(), os.getpid(), list(preload), in_main_thread
+            processes.path_entries(),
+            __name__,
+            "boot",
+            theirs.fileno(),
+            os.getpid(),
+            list(preload),
+            in_main_thread,
         )
         popen = subprocess.Popen(  # noqa: S603 - our own interpreter
             command,
@@ -141,10 +147,7 @@ class Server:
             self._start.clear()
         if message["op"] == "broken":
             self.close()
-            problem = (
-                f"The launcher's server cannot start: {message['message']}. Is torch installed for "
-                f"{sys.executable}?"
-            )
+            problem = f"The launcher's server cannot start: {message['message']}"
             raise StartError(problem)
         return message
 
@@ -191,16 +194,23 @@ class Server:
         raise StartError(problem)
 
     def close(self) -> None:
-        """Let the server leave, and wait until it has; kill it if it does not."""
+        """Let the server leave, and wait until it has; kill it if it does not.
+
+        One that has keepers at work leaves after them: `patience_s` says how long that may take.
+        """
         if self._owner != os.getpid():
             return
         self.dead = True
         self.channel.hang_up()
         if not self.ready:
             processes.kill(self.pid, signal.SIGKILL)  # it is importing and has started nothing
-        if not _wait(self.pid, self._popen, _END_S):
-            processes.kill(self.pid, signal.SIGKILL)
-            _wait(self.pid, self._popen, _END_S)
+        left = False
+        try:
+            left = _wait(self.pid, self._popen, self.patience_s)
+        finally:  # an impatient Ctrl-C interrupts the wait, and ends the server all the same
+            if not left:
+                processes.kill(self.pid, signal.SIGKILL)
+                _wait(self.pid, self._popen, _END_S)
 
 
 def _wait(pid: int, popen: subprocess.Popen[bytes] | None, timeout_s: float) -> bool:
@@ -236,7 +246,7 @@ class Pool:
         read = {k for k in environ if k.startswith(_LOAD_TIME) or k in preload_env}
         key = (preload, *sorted((name, environ[name]) for name in read))
         server = self._servers.pop(key, None)
-        if server is None or server.dead:
+        if server is None or server.dead or server.channel.is_hung_up():
             if server is not None:
                 server.close()
             while len(self._servers) >= _MAX_SERVERS:

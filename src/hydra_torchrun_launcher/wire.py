@@ -6,6 +6,7 @@ Nothing here has a name in a file system: a process that is killed leaves nothin
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import mmap
@@ -20,6 +21,8 @@ from typing import Any, Protocol, TypeVar
 
 _MAX_MESSAGE = 1 << 18
 _MAX_FDS = 8
+_LONGEST_WAIT_S = 86_400
+"""The kernel's own limit is some weeks; whoever waits longer waits again."""
 
 # Every descriptor of ours in this process. A forked child closes all that it was not given:
 # one stray copy of a socket hides the end-of-file by which the other side sees a death.
@@ -89,6 +92,14 @@ class Channel(Fd):
                 self._sock.shutdown(socket.SHUT_RDWR)
         self.close()
 
+    def is_hung_up(self) -> bool:
+        """Whether the other end is gone, whatever is still to be read."""
+        if self._fd < 0:
+            return True
+        poll = select.poll()
+        poll.register(self._fd, 0)
+        return any(event & (select.POLLHUP | select.POLLERR) for _, event in poll.poll(0))
+
     def send(self, message: dict[str, Any], fds: Iterable[int] = ()) -> None:
         """Send one message.
 
@@ -111,13 +122,15 @@ class Channel(Fd):
         if self._fd < 0:
             raise Closed
         try:
-            data, fds, _, _ = socket.recv_fds(self._sock, _MAX_MESSAGE, _MAX_FDS)
+            data, fds, flags, _ = socket.recv_fds(self._sock, _MAX_MESSAGE, _MAX_FDS)
         except ConnectionError as error:
             raise Closed from error
         if not data:
             raise Closed
         for fd in fds:
             os.set_inheritable(fd, False)
+        if flags & socket.MSG_CTRUNC:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return json.loads(data), [Fd(fd) for fd in fds]
 
 
@@ -131,13 +144,14 @@ def wait_readable(sources: Iterable[_Source], timeout_s: float | None) -> list[_
 
     Args:
         sources: what to wait for; those that are closed are left out.
-        timeout_s: how long at most, in seconds; None: for ever.
+        timeout_s: how long at most, in seconds; None: until something happens (or a day).
     """
     poll = select.poll()
     by_number = {source.fileno(): source for source in sources if source.fileno() >= 0}
     for number in by_number:
         poll.register(number, select.POLLIN)
-    found = poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
+    longest_s = _LONGEST_WAIT_S if timeout_s is None else min(timeout_s, _LONGEST_WAIT_S)
+    found = poll.poll(math.ceil(longest_s * 1000))
     return [by_number[number] for number, _ in found]
 
 

@@ -42,7 +42,7 @@ def break_machine(how: str) -> None:
         keeper = importlib.import_module("hydra_torchrun_launcher.keeper")
         keeper.kill_descendants = nothing
         ranks = importlib.import_module("hydra_torchrun_launcher.ranks")
-        ranks.kill = ranks.kill_group = nothing
+        ranks.kill_tree = ranks.kill_group = nothing
         processes = importlib.import_module("hydra_torchrun_launcher.processes")
         processes._KERNEL_OBEYS_S = 2
 
