@@ -37,6 +37,17 @@ def test_script_that_a_rank_cannot_import(sweep: Run) -> None:
     assert "ImportError: this script cannot be imported in a rank" in live
 
 
+@pytest.mark.parametrize("value", ["max_restarts=many", "start_method=thread", "preload=3"])
+def test_wrong_type(sweep: Run, value: str) -> None:
+    """A value of another type is refused with its name and value before anything starts."""
+    run = sweep("faults.py", f"hydra.launcher.{value}").wait()
+    assert run.status == 1
+    name, _, text = value.partition("=")
+    assert f"hydra.launcher.{name}" in run.output
+    assert text in run.output
+    assert "Launching" not in run.output
+
+
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_task_that_cannot_be_sent(sweep: Run, method: str) -> None:
     """A task function that holds what belongs to one process: what, why, and what to do."""

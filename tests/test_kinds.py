@@ -18,7 +18,13 @@ IMPORTABLE = {"PYTHONPATH": f"{APPS}:{APPS / 'kinds'}"}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "script with a dash": (
         "kinds/dash-script.py",
-        {"is_config": True, "is_color": True, "is_thing": True, "main_file": "dash-script.py"},
+        {
+            "is_config": True,
+            "is_color": True,
+            "is_thing": True,
+            "part": 6,
+            "main_file": "dash-script.py",
+        },
     ),
     "console entry point": ("kinds/console-app", {"marker": 1, "main_file": "console-app"}),
     "module": ("-m pkg.console_main", {"marker": 1, "main_file": "console_main.py"}),
@@ -83,9 +89,10 @@ def test_kind_on_this_hydra(sweep: Run, kind: str) -> None:
 
 
 def test_log_handler_of_the_script(sweep: Run) -> None:
-    """A logging class that stands in the script works in ranks."""
+    """Logging classes that stand in the script or beside it work in ranks."""
     run = sweep("kinds/dash-script.py", "hydra/job_logging=own", environ=IMPORTABLE).wait()
     assert "OWN said" in run.output, run.output
+    assert "SIBLING'S said" in run.output
 
 
 @pytest.mark.parametrize("start", ["command", "standard input"])

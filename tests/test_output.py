@@ -101,3 +101,13 @@ def test_last_words(sweep: Run, method: str) -> None:
     run = sweep("last_words.py", f"hydra.launcher.start_method={method}", nproc=1).wait()
     assert "last words of rank 0" in run.output
     assert "was killed by SIGKILL" in run.output
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+def test_standard_input(sweep: Run, method: str) -> None:
+    """A rank can read what was piped into the app."""
+    run = sweep(
+        "speaking.py", f"hydra.launcher.start_method={method}", nproc=1, stdin="a word",
+        environ={"SPEAK": "what it hears"},
+    ).wait()  # fmt: skip
+    assert "heard a word" in run.output

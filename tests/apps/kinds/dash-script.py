@@ -35,6 +35,7 @@ class Config:
     point: int = 1
     model: Model = field(default_factory=Model)
     thing: Any = field(default_factory=lambda: {"_target_": "__main__.Thing", "number": 5})
+    part: Any = field(default_factory=lambda: {"_target_": "late_sibling.Part", "number": 6})
     twice: int = "${doubled:${point}}"  # type: ignore[assignment]
 
 
@@ -53,8 +54,11 @@ class Handler(logging.StreamHandler):  # type: ignore[type-arg]
 ConfigStore.instance().store(name="config", node=Config)
 LOGGING = {
     "version": 1,
-    "handlers": {"own": {"class": "__main__.Handler", "stream": "ext://sys.stdout"}},
-    "root": {"level": "INFO", "handlers": ["own"]},
+    "handlers": {
+        "own": {"class": "__main__.Handler", "stream": "ext://sys.stdout"},
+        "siblings": {"class": "late_sibling.Handler", "stream": "ext://sys.stdout"},
+    },
+    "root": {"level": "INFO", "handlers": ["own", "siblings"]},
     "disable_existing_loggers": False,
 }
 ConfigStore.instance().store(group="hydra/job_logging", name="own", node=LOGGING)
@@ -69,6 +73,7 @@ def main(cfg: Config) -> int:
         is_config=isinstance(config, Config) and isinstance(config.model, Model),
         is_color=cfg.model.color is Color.RED,
         is_thing=isinstance(instantiate(cfg.thing), Thing),
+        part=instantiate(cfg.part).number,
         twice=cfg.twice,
     )
 
