@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from conftest import Sweep, processes_with, send
+
+from hydra_torchrun_launcher.job_files import claim_attempt
 
 Run = Callable[..., Sweep]
 pytestmark = pytest.mark.hydra_versions
@@ -156,6 +160,15 @@ def test_two_sweeps_in_one_directory(sweep: Run) -> None:
         [(attempt / f"{rank}/stdout.log").read_text() for rank in (0, 1)] for attempt in attempts
     ]
     assert sorted(said) == [["I am 1 0\n", "I am 1 1\n"], ["I am 2 0\n", "I am 2 1\n"]]
+
+
+def test_folder_that_another_run_takes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between a look at the folders and making one, another run may have made it."""
+    (tmp_path / "attempt_0").mkdir()
+    monkeypatch.setattr(os, "listdir", lambda _: [])
+    assert claim_attempt(tmp_path).name == "attempt_1"
 
 
 def test_console_that_knows_ascii_only(sweep: Run) -> None:

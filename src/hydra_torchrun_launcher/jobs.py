@@ -5,8 +5,6 @@ Runs in the launching process, which watches its jobs with one selector.
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import logging
 import os
 import random
@@ -22,7 +20,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from hydra_torchrun_launcher import freshness, machine
+from hydra_torchrun_launcher import freshness, machine, preconditions
 from hydra_torchrun_launcher.config import StartMethod
 from hydra_torchrun_launcher.errors import (
     JobStoppedError,
@@ -46,9 +44,6 @@ from hydra_torchrun_launcher.wire import (
 
 log = logging.getLogger(__name__)
 
-_OLDEST_TORCH = (2, 4)
-"""Before, torch elastic has no way to hand a rendezvous' own store to the ranks."""
-
 
 class Runner:
     """Runs the batches of jobs that a sweeper hands to its launcher."""
@@ -61,10 +56,10 @@ class Runner:
             StartError: torch is not installed, or too old; this process is itself a rank, or a
                 frozen program; or the sweep directory cannot be made.
         """
-        _check_place()
-        _check_torch()
+        preconditions.check_place()
+        preconditions.check_torch()
         open_standard_streams()
-        _check_directory(str(config.hydra.sweep.dir))
+        preconditions.check_directory(str(config.hydra.sweep.dir))
         self._context = context
         self._task_function = task_function
         self._config = config
@@ -77,8 +72,8 @@ class Runner:
         settings = _settings(config, environ)
         self._first_signals = settings.signals
         if settings.start_method is not StartMethod.fork:
-            _check_interpreter()
-            _check_preload(settings.preload)
+            preconditions.check_interpreter()
+            preconditions.check_preload(settings.preload)
             self._server(with_thread_limit(environ, settings.nproc_per_node), settings)
 
     def close(self) -> None:
@@ -224,60 +219,6 @@ class Runner:
 
     def _log_as_sweep(self) -> None:
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
-
-
-def _check_place() -> None:
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        problem = (
-            "hydra/launcher=torchrun was started inside a rank of a distributed job (RANK="
-            f"{os.environ.get('RANK')}, TORCHELASTIC_RUN_ID={os.environ['TORCHELASTIC_RUN_ID']}): "
-            "it starts the ranks itself, so run the app once and without torchrun"
-        )
-        raise StartError(problem)
-
-
-def _check_interpreter() -> None:
-    if getattr(sys, "frozen", False):
-        problem = (
-            f"{sys.executable} is a frozen program and no Python interpreter, of which the "
-            "launcher's server would be one: use hydra.launcher.start_method=fork"
-        )
-        raise StartError(problem)
-
-
-def _check_preload(names: Sequence[str]) -> None:
-    missing = [name for name in names if not _is_there(name.partition(".")[0])]
-    if missing:
-        problem = f"hydra.launcher.preload: no module named {', '.join(map(repr, missing))}"
-        raise SettingsError([problem])
-
-
-def _is_there(name: str) -> bool:
-    return name in sys.modules or importlib.util.find_spec(name) is not None
-
-
-def _check_directory(sweep_dir: str) -> None:
-    """Refuse a sweep directory that cannot be made; the sweeper makes it and would only crash."""
-    there = Path(sweep_dir).absolute()
-    while not os.path.lexists(there):
-        if len(os.fsencode(there.name)) > os.pathconf("/", "PC_NAME_MAX"):
-            problem = f"hydra.sweep.dir={sweep_dir}: the name {there.name[:40]}… in it is too long"
-            raise StartError(problem)
-        there = there.parent
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        problem = f"hydra.sweep.dir={sweep_dir}: {there} is no directory that can be written to"
-        raise StartError(problem)
-
-
-def _check_torch() -> None:
-    needed = "hydra/launcher=torchrun needs torch {}.{} or later".format(*_OLDEST_TORCH)
-    if importlib.util.find_spec("torch") is None:
-        problem = f"torch is not installed for {sys.executable}: {needed}"
-        raise StartError(problem)
-    found = importlib.metadata.version("torch")
-    if tuple(map(int, found.split(".")[:2])) < _OLDEST_TORCH:
-        problem = f"{needed}; {sys.executable} has {found}"
-        raise StartError(problem)
 
 
 def _settings(config: Any, environ: Mapping[str, str]) -> Settings:
