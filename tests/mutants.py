@@ -69,6 +69,8 @@ MUTANTS = [
     Mutant("worker", "_import_script(payload.Program(**program))", "payload.Program(**program).enter()", "test_hostile.py::test_exit_at_import"),
     Mutant("outcomes", "except BaseException as error:  # noqa: BLE001 - a class", "except Exception as error:  # noqa: BLE001 - a class", "test_hostile.py::test_cause_is_known[exiting_value]"),
     Mutant("hydra_job", "if directory is not None:", "if True:", "test_hostile.py::test_directory_that_the_task_removed"),
+    Mutant("guard", "if self is Hook.on_run_start and", "if", "test_guard.py::test_run_that_goes_on"),
+    Mutant("guard", "raise SystemExit(1)", "return", "test_guard.py::test_single_run_is_stopped_before_any_work"),
     Mutant("worker", "threading._shutdown()", "pass", "test_ranks.py::test_exit_handlers_and_threads[forkserver]"),
     Mutant("worker", "atexit._run_exitfuncs()", "pass", "test_ranks.py::test_exit_handlers_and_threads[forkserver]"),
     Mutant("recording", "if type(rebuilt) is not type(error):", "if False:", "test_faults.py::test_failing_rank[changing_error]"),

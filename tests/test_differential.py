@@ -137,7 +137,7 @@ def _plain_values(value: Any, folder: Path) -> Any:
 
 def _without_launcher(config: Any) -> Any:
     if isinstance(config, dict):
-        dropped = ("launcher", "hydra/launcher")
+        dropped = ("launcher", "hydra/launcher", "torchrun_guard")
         return {key: _without_launcher(item) for key, item in config.items() if key not in dropped}
     if isinstance(config, list):
         return [_without_launcher(item) for item in config if not _chooses_launcher(item)]

@@ -36,6 +36,9 @@ class TorchrunConf:
 
     _target_: str = "hydra_plugins.hydra_torchrun_launcher.TorchrunLauncher"
 
+    guard: bool = True
+    """Stop a single run (without -m), in which Hydra would use no launcher and say nothing."""
+
     nproc_per_node: Any = _pet("NPROC_PER_NODE", "auto")
     """Ranks per node: a number from 1, or `gpu`, `cpu`, or `auto` (accelerators if there are any,
     else CPU cores)."""

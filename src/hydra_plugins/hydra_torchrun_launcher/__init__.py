@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from hydra.core.config_store import ConfigStore
 from hydra.plugins.launcher import Launcher
 
+from hydra_torchrun_launcher import guard
 from hydra_torchrun_launcher.config import TorchrunConf
 from hydra_torchrun_launcher.errors import PlatformError
 
@@ -60,5 +61,9 @@ class TorchrunLauncher(Launcher):
 
 
 ConfigStore.instance().store(
-    group="hydra/launcher", name="torchrun", node=TorchrunConf, provider="hydra_torchrun_launcher"
+    group="hydra/launcher",
+    name="torchrun",
+    package="_global_",
+    node={"hydra": {"launcher": TorchrunConf, "callbacks": {"torchrun_guard": guard.ENTRY}}},
+    provider="hydra_torchrun_launcher",
 )

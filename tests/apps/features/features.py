@@ -27,6 +27,10 @@ def handlers() -> list[tuple[str, str, str]]:
     ]
 
 
+def set_or_not(node: Any, key: str) -> Any:
+    return None if OmegaConf.is_missing(node, key) else node[key]
+
+
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg: Any) -> Any:
     node = HydraConfig.get()
@@ -37,8 +41,8 @@ def main(cfg: Any) -> Any:
         "output_dir": node.runtime.output_dir,
         "config_name": node.job.config_name,
         "job_name": node.job.name,
-        "job_num": node.job.num,
-        "job_id": node.job.id,
+        "job_num": set_or_not(node.job, "num"),
+        "job_id": set_or_not(node.job, "id"),
         "dirname": node.job.override_dirname,
         "env_set": OmegaConf.to_container(node.job.env_set),
         "mode": str(node.mode),

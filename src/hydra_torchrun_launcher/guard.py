@@ -1,0 +1,49 @@
+"""The guard: Hydra asks no launcher without `-m`, so that an app would run alone without a word.
+
+It is a callback without a class: an entry of `hydra.callbacks` whose hooks are values that can be
+called. A `_target_` would warn on hydra-core 1.4 and be refused by apps that limit what may be
+executed. Members of an Enum are values for OmegaConf, and can be printed, copied and sent.
+Imported by every Hydra app in the environment (through the door): no heavy imports here.
+"""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from typing import Any
+
+_MESSAGE = """\
+hydra/launcher=torchrun starts no ranks here: Hydra uses a launcher only in a multirun, and this is
+a single run, which would be one process. Choose one:
+  - add -m (or --multirun) to the command line;
+  - set hydra.mode=MULTIRUN, on the command line or in the config;
+  - to run this app alone on purpose, although its config chooses the launcher, set
+    hydra.launcher.guard=false, on the command line or in the config.
+"""
+
+
+class Hook(Enum):
+    """The hooks of Hydra's callbacks; one that Hydra calls and that is missing would be a warning in
+    every run.
+    """
+
+    on_run_start = "on_run_start"
+    on_run_end = "on_run_end"
+    on_multirun_start = "on_multirun_start"
+    on_multirun_end = "on_multirun_end"
+    on_job_start = "on_job_start"
+    on_job_end = "on_job_end"
+
+    def __call__(self, *, config: Any, **_: Any) -> None:
+        """End a single run before any work; do nothing at all other hooks.
+
+        Raises:
+            SystemExit: the guard is on. Hydra turns other exceptions of a callback into warnings.
+        """
+        if self is Hook.on_run_start and config.hydra.launcher.guard:
+            sys.stderr.write(_MESSAGE)
+            raise SystemExit(1)
+
+
+ENTRY = {hook.name: hook for hook in Hook}
+"""The entry for `hydra.callbacks`."""
