@@ -29,7 +29,6 @@ def test_single_run_is_stopped_before_any_work(sweep: Run) -> None:
     for remedy in (
         "-m",
         "hydra.mode=MULTIRUN",
-        "hydra/launcher=basic",
         "hydra.launcher.guard=false",
     ):
         assert remedy in run.output

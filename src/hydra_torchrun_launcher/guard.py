@@ -23,9 +23,7 @@ a single run, which would be one process. Choose one:
 
 
 class Hook(Enum):
-    """The hooks of Hydra's callbacks; one that Hydra calls and that is missing would be a warning in
-    every run.
-    """
+    """The hooks that Hydra calls: one that is missing would be a warning in every run."""
 
     on_run_start = "on_run_start"
     on_run_end = "on_run_end"
