@@ -129,6 +129,7 @@ def test_folder_that_cannot_be_made(sweep: Run) -> None:
     run = sweep("faults.py", "hydra.launcher.log_dir=/proc/nowhere").wait()
     assert run.status == 1
     assert "refused to go on: No such file or directory (/proc/nowhere" in run.output
+    assert "(hydra.launcher.log_dir)" in run.output
     assert "Traceback" not in run.output
 
 

@@ -182,6 +182,8 @@ def test_more_ranks_than_gpus(tmp_path: Path) -> None:
     (problem,) = too_many_ranks(5, {}, tmp_path)
     assert "nproc_per_node=5: this process sees 4 GPUs" in problem
     assert too_many_ranks(5, {}, tmp_path / "elsewhere") == []
+    (problem,) = too_many_ranks(100_000, {}, tmp_path)
+    assert "nproc_per_node=100000: this process may use" in problem
 
 
 def test_cores(tmp_path: Path) -> None:

@@ -108,6 +108,13 @@ def test_unknown_setting_is_refused(sweep: Run) -> None:
     run = sweep("faults.py", "hydra.launcher.no_such=1").wait()
     assert run.status == 1
     assert "no_such" in run.output
+    run = sweep("faults.py", "+hydra.launcher.nproc_per_nod=1").wait()  # as Hydra's hint says
+    assert run.status == 1
+    problem = (
+        "hydra.launcher.nproc_per_nod=1: there is no such setting; did you mean nproc_per_node?"
+    )
+    assert problem in run.output
+    assert "Launching" not in run.output
 
 
 def test_unknown_extra_is_refused(sweep: Run) -> None:
@@ -142,6 +149,15 @@ def test_preloaded_module_that_is_missing(sweep: Run) -> None:
     assert run.status == 1
     assert "hydra.launcher.preload: no module named 'no_such_module'" in run.output
     assert "Launching" not in run.output
+
+
+def test_preloaded_module_that_raises(sweep: Run, tmp_path: Path) -> None:
+    """A preloaded module that raises is named, with the setting and what it raised."""
+    (tmp_path / "raising.py").write_text("raise RuntimeError('boom')")
+    environ = {"PYTHONPATH": str(tmp_path)}
+    run = sweep("faults.py", "hydra.launcher.preload=[raising]", environ=environ).wait()
+    assert run.status == 1
+    assert "hydra.launcher.preload: importing raising raised RuntimeError: boom" in run.output
 
 
 def test_streams_go_where_settings_say(sweep: Run) -> None:

@@ -55,7 +55,8 @@ def run(plan: dict[str, Any], channel: Channel) -> None:
     try:
         verdict = _launch(plan["agent"], _Keeper(channel))
     except OSError as error:
-        verdict = {"state": "broken", "message": refused(error)}
+        where = f"; ranks' files go to {plan['agent']['rank_files']} (hydra.launcher.log_dir)"
+        verdict = {"state": "broken", "message": refused(error) + where}
     except BaseException as error:  # noqa: BLE001 - said to the user by the launching process
         asked = plan["agent"]["launch_config"]
         hint = f" (hydra.launcher.extra or the like asks torch for {asked})" if asked else ""
@@ -75,7 +76,7 @@ def _launch(settings: dict[str, Any], keeper: _Keeper) -> dict[str, Any]:
     unknown = sorted(set(settings["launch_config"]) - fields)
     if unknown:
         known = ", ".join(sorted(fields))
-        message = f"hydra.launcher: {', '.join(unknown)}: the installed torch's LaunchConfig "
+        message = f"hydra.launcher.extra: {', '.join(unknown)}: the installed torch's LaunchConfig "
         return {"state": "refused", "message": f"{message}has no such field; it has {known}"}
     rendezvous_handler_registry.register(BACKEND, OneNode)
     # The one seam: LocalElasticAgent starts ranks by this module-level name, whatever LaunchConfig

@@ -6,6 +6,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+_RANKS_PER_CORE = 8
+"""More than that is a slip of the keyboard rather than a plan."""
+
 
 def cpu_cores(root: Path = Path("/")) -> int:
     """Return how many cores this process may use: its affinity and its cgroup's quota.
@@ -42,8 +45,11 @@ def nvidia_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:
 
 
 def too_many_ranks(nproc: int, environ: Mapping[str, str], root: Path = Path("/")) -> list[str]:
-    """Say, if it is so, that a job has more ranks than there are GPUs; torchrun allows it."""
+    """Say, if it is so, that a job has many more ranks than fit; torchrun allows it."""
     gpus = nvidia_gpus(environ, root)
+    cores = cpu_cores(root)
+    if nproc > _RANKS_PER_CORE * cores:
+        return [f"hydra.launcher.nproc_per_node={nproc}: this process may use {cores} CPU cores"]
     if not 0 < gpus < nproc:
         return []
     number = "1 GPU" if gpus == 1 else f"{gpus} GPUs"

@@ -19,7 +19,7 @@ from hydra_torchrun_launcher.errors import (
     related,
     signal_name,
 )
-from hydra_torchrun_launcher.job_files import ERROR, NO_LOG, STDERR
+from hydra_torchrun_launcher.job_files import ERROR, NO_LOG, STDERR, STDOUT
 from hydra_torchrun_launcher.wire import Fd, read_document
 
 
@@ -36,6 +36,10 @@ def load_value(outcome: Fd) -> tuple[Any, BaseException | None]:
             f"{type(error).__name__}: {error}"
         )
         return None, StartError(problem)
+
+
+def _has_content(file: Path) -> bool:
+    return file.exists() and file.stat().st_size > 0
 
 
 def _recorded(outcome: Fd) -> tuple[dict[str, Any] | None, bytes]:
@@ -63,13 +67,13 @@ class Failure:
         """Put together what the keeper saw and what the rank recorded."""
         attempt, local_rank = message["attempt"], message["local_rank"]
         folder = Path(message["folder"]) if message["folder"] else None
-        files = (folder / STDERR, folder / ERROR, folder) if folder is not None else ()
+        files = [folder / name for name in (STDERR, STDOUT, ERROR)] if folder is not None else []
         place = RankPlace(
             global_rank=message["global_rank"],
             local_rank=local_rank,
             node=socket.gethostname(),
             attempt=attempt,
-            log=str(next((file for file in files if file.exists()), folder or NO_LOG)),
+            log=str(next(filter(_has_content, files), folder or NO_LOG)),
         )
         recorded, body = _recorded(outcome)
         returned = message["recorded"] == "crashed"

@@ -54,8 +54,9 @@ def boot(fd: int, parent_pid: int, preload: list[str], bound: bool) -> NoReturn:
 
 
 def _serve(channel: Channel, preload: list[str]) -> NoReturn:
+    name = "hydra_torchrun_launcher.server"
     try:
-        server = importlib.import_module("hydra_torchrun_launcher.server")
+        server = importlib.import_module(name)
         for name in (
             "hydra_torchrun_launcher.payload",
             "hydra_torchrun_launcher.rank_logging",
@@ -63,7 +64,9 @@ def _serve(channel: Channel, preload: list[str]) -> NoReturn:
         ):
             importlib.import_module(name)
     except BaseException as error:  # noqa: BLE001 - reported where the user looks
-        channel.send({"op": "broken", "message": f"{type(error).__name__}: {error}"})
+        source = "hydra.launcher.preload: " if name in preload else ""
+        problem = f"{source}importing {name} raised {type(error).__name__}: {error}"
+        channel.send({"op": "broken", "message": problem})
         os._exit(1)
     # What is alive now stays: a collection in a forked process would copy every page of it.
     gc.collect()

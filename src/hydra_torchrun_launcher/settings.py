@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import re
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hydra_torchrun_launcher.config import StartMethod
+from hydra_torchrun_launcher.config import StartMethod, TorchrunConf
 from hydra_torchrun_launcher.errors import SettingsError
 
 _STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
@@ -83,6 +85,7 @@ def check(raw: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
         except (ValueError, TypeError, OverflowError):
             problems.append(f"hydra.launcher.{name}={raw[name]!r}: expected {allowed}")
     problems += _contradictions(parsed)
+    problems += _unknown(raw)
     if problems:
         raise SettingsError(problems)
     asked_for = {name: parsed[name] for name in ("virtual_local_rank", "local_addr")}
@@ -112,6 +115,19 @@ def check(raw: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
 def _shutdown_timeout(value: int | None, environ: Mapping[str, str]) -> Any:
     default = environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_DEFAULT_SHUTDOWN_TIMEOUT_S))
     return default.strip() if value is None else value
+
+
+def _unknown(raw: Mapping[str, Any]) -> list[str]:
+    """Name what Hydra let in by a `+` and nobody would read."""
+    known = [field.name for field in dataclasses.fields(TorchrunConf)]
+    problems = []
+    for name in sorted(set(map(str, raw)) - set(known)):
+        if name.startswith("_"):
+            continue  # Hydra's own words, such as _recursive_
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        problems.append(f"hydra.launcher.{name}={raw[name]!r}: there is no such setting{hint}")
+    return problems
 
 
 def _contradictions(parsed: dict[str, Any]) -> list[str]:
