@@ -68,6 +68,7 @@ MUTANTS = [
     Mutant("recording", 'write_document(fd, {**header, "unsendable": "its process ended when it was pickled"})', "pass", "test_hostile.py::test_cause_is_known[fatal_reduce]"),
     Mutant("worker", "_import_script(payload.Program(**program))", "payload.Program(**program).enter()", "test_hostile.py::test_exit_at_import"),
     Mutant("outcomes", "except BaseException as error:  # noqa: BLE001 - a class", "except Exception as error:  # noqa: BLE001 - a class", "test_hostile.py::test_cause_is_known[exiting_value]"),
+    Mutant("hydra_job", "parent._content[name] = other", "pass", "test_sweep_hygiene.py::test_a_hundred_jobs_leave_nothing"),
     Mutant("hydra_job", "if directory is not None:", "if True:", "test_hostile.py::test_directory_that_the_task_removed"),
     Mutant("guard", "if self is Hook.on_run_start and", "if", "test_guard.py::test_run_that_goes_on"),
     Mutant("guard", "raise SystemExit(1)", "return", "test_guard.py::test_single_run_is_stopped_before_any_work"),

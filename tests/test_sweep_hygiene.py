@@ -22,7 +22,8 @@ Memory that was freed while the app started is used up first, by either launcher
 KB_PER_JOB = 20
 """How much more memory a job may keep in the launching process than with Hydra's basic launcher.
 
-Hydra keeps every job's config, 100 kB of it; our settings in it are 10 kB more than basic's none.
+Hydra keeps every job's config, 100 kB of it; our settings would be 25 kB more if jobs did not share
+them.
 """
 
 

@@ -23,6 +23,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobRuntime, JobStatus, run_job
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
 
 from hydra_torchrun_launcher import payload, rank_logging
 from hydra_torchrun_launcher.errors import printable
@@ -169,6 +170,32 @@ class HydraJob:
             HydraConfig.instance().cfg = hydra_config
             if directory is not None:
                 os.chdir(directory)
+
+
+def share_settings(result: JobReturn, shared: dict[str, Any]) -> None:
+    """Let the JobReturns of a sweep hold one copy of the launcher's settings where they are alike.
+
+    Hydra keeps every JobReturn to the end of a sweep; a copy of the settings takes some 25 kB. They
+    are alike when they read and mean the same. OmegaConf has no public way to put a node into two
+    configs; test_sweep_hygiene.py fails if this one does not work any more.
+
+    Args:
+        result: a finished job's.
+        shared: what the sweep's other JobReturns hold, by name; the first job's is added.
+    """
+    hydra = result.hydra_cfg.hydra  # type: ignore[union-attr]
+    for parent, name in ((hydra, "launcher"), (hydra.callbacks, "torchrun_guard")):
+        node = parent.get(name)
+        other = shared.setdefault(name, node)
+        if node is not None and node is not other and _facts(node) == _facts(other):
+            parent._content[name] = other  # noqa: SLF001
+
+
+def _facts(node: Any) -> Any:
+    try:
+        return [OmegaConf.to_container(node, resolve=resolve) for resolve in (False, True)]
+    except OmegaConfBaseException:  # settings that failed their job; like no other
+        return object()
 
 
 def _add_remote_traceback(result: JobReturn, error: BaseException) -> None:

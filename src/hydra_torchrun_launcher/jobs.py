@@ -29,7 +29,7 @@ from hydra_torchrun_launcher.errors import (
     StartError,
     refused,
 )
-from hydra_torchrun_launcher.hydra_job import HydraJob
+from hydra_torchrun_launcher.hydra_job import HydraJob, share_settings
 from hydra_torchrun_launcher.job_run import HandedOver, JobRun
 from hydra_torchrun_launcher.payload import Program, Work, pack
 from hydra_torchrun_launcher.plans import Surroundings, job_plan, with_thread_limit
@@ -67,6 +67,7 @@ class Runner:
         self._accelerators: dict[str, int] | None = None
         self._directories: dict[str, int] = {}
         self._warned: set[str] = set()
+        self._shared: dict[str, Any] = {}
         self._running: JobRun | None = None
         environ = {**os.environ, **_env_set(config)}
         settings = _settings(config, environ)
@@ -146,9 +147,11 @@ class Runner:
             error = problem
             log.exception("Job #%d failed in the launching process", number)
         try:
-            return job.finish(value, error, restarts)
+            result = job.finish(value, error, restarts)
         finally:
             self._log_as_sweep()
+        share_settings(result, self._shared)
+        return result
 
     def _start(self, number: int, job: HydraJob, work: Work, watch: SignalWatch) -> JobRun:
         settings = _settings(job.config, job.environ)
