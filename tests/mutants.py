@@ -39,7 +39,7 @@ MUTANTS = [
     Mutant("servers", "processes.die_with_parent(parent_pid)", "pass", "test_faults.py::test_launching_process_killed_early"),
     Mutant("servers", "start_new_session=True,", "", "test_faults.py::test_terminal_interrupt_reaches_one_process"),
     Mutant("agent", "self._attempts += 1", "pass", "test_faults.py::test_last_attempt_is_the_cause"),
-    Mutant("agent", "or not on_console", "", "test_ranks.py::test_output[forkserver]"),
+    Mutant("log_specs", "or not on_console", "", "test_ranks.py::test_output[forkserver]"),
     Mutant("rendezvous", '("127.0.0.1", 0)', '("0.0.0.0", 0)', "test_faults.py::test_store_is_on_loopback_only"),
     Mutant("payload", "exec(code, module.__dict__)", "pass", "test_ranks.py::test_config[forkserver]"),
     Mutant("payload", "sys.argv[:] = self.argv", "pass", "test_ranks.py::test_process_is_fresh[forkserver]"),
@@ -90,6 +90,8 @@ MUTANTS = [
     Mutant("plans", "{} if nproc == 1 or", "{} if", "test_settings.py::test_thread_limit_of_the_user_wins"),
     Mutant("hydra_job", "payload.evaluate_cached_resolvers(self.config)", "pass", "test_ranks.py::test_config[forkserver]"),
     Mutant("hydra_job", "self._context.callbacks.on_job_end(config=self.config, job_return=result)", "pass", "test_faults.py::test_killed_server"),
+    Mutant("tails", "*lines, self._rest = _LINE_END.split(self._rest + chunk)", "lines, self._rest = [self._rest + chunk] if chunk else [], b''", "test_output.py::test_teed_lines_are_whole"),
+    Mutant("log_specs", 'any(name.startswith("duplicate_") for name in settings["launch_config"])', "False", "test_output.py::test_torchs_filters_of_teed_lines"),
     Mutant("signals", "not in (signal.SIG_IGN, None)", "is not None", "test_faults.py::test_ignored_hangup_stays_ignored"),
 ]  # fmt: skip
 

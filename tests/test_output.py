@@ -49,6 +49,25 @@ def test_teed_bytes_and_long_lines(sweep: Run) -> None:
     assert b"no text" in console(run)
 
 
+def test_teed_lines_are_whole(sweep: Run) -> None:
+    """A line that is teed while it is being written is shown once it is whole."""
+    run = sweep("speaking.py", "hydra.launcher.tee='1'", environ={"SPEAK": "in pieces"}).wait()
+    assert run.status == 0, run.output
+    assert "\n[default0]:a line in four pieces\n[default0]:no end\n" in run.output
+
+
+def test_torchs_filters_of_teed_lines(sweep: Run) -> None:
+    """Torch's filters, set by `extra`, find the teed lines that they look for."""
+    run = sweep(
+        "speaking.py", "hydra.launcher.tee='1'", "hydra.launcher.local_ranks_filter=''",
+        "+hydra.launcher.extra.duplicate_stdout_filters=['rank 1']", environ={"SPEAK": "little"},
+    ).wait()  # fmt: skip
+    assert run.status == 0, run.output
+    assert run.output.count("[default1]:rank 1 speaks\n") == 1
+    filtered = run.directory / "0/ranks/attempt_0/filtered_stdout.log"
+    assert filtered.read_text() == "[default1]:rank 1 speaks\n"
+
+
 def test_ranks_above_nine(sweep: Run) -> None:
     """Every rank can be addressed by its number."""
     run = sweep(

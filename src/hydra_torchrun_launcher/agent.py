@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import signal
 import time
 import uuid
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import (
-    LogsDest,
-    LogsSpecs,
     PContext,
     RunProcsResult,
 )
@@ -30,16 +28,18 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hydra_torchrun_launcher.errors import refused
-from hydra_torchrun_launcher.job_files import ERROR, STDERR, STDOUT, claim_attempt
+from hydra_torchrun_launcher.log_specs import RankLogs
 from hydra_torchrun_launcher.processes import flush_standard_streams
 from hydra_torchrun_launcher.rendezvous import BACKEND, OneNode
+from hydra_torchrun_launcher.tails import Tails
 from hydra_torchrun_launcher.wire import Channel, Closed, wait_readable
 
 _KEEPER_ANSWERS_S = 30
 """Bound on the keeper's answers beyond the time that ranks have to leave."""
 _LONGEST_MESSAGE = 20_000
 """A message between processes is whole or not at all; a text without end would be not at all."""
-_OUT, _ERR = 1, 2
+_SHOW_EVERY_S = 0.1
+"""How often teed files are looked at, as often as torchrun does."""
 
 
 def run(plan: dict[str, Any], channel: Channel) -> None:
@@ -105,7 +105,7 @@ def _launch_config(settings: dict[str, Any]) -> LaunchConfig:
         "min_nodes": 1,
         "max_nodes": 1,
         "nproc_per_node": settings["nproc_per_node"],
-        "logs_specs": _RankLogs(settings),
+        "logs_specs": RankLogs(settings),
         "run_id": settings["run_id"] or uuid.uuid4().hex,
         "role": settings["role"],
         "rdzv_backend": BACKEND,
@@ -123,57 +123,6 @@ def _launch_config(settings: dict[str, Any]) -> LaunchConfig:
     return LaunchConfig(**{name: value for name, value in wanted.items() if name in fields})
 
 
-class _RankLogs(LogsSpecs):
-    """Where ranks' output goes: as torchrun's settings say, except that a rank kept from the
-    console writes to its file and not to nowhere. Nothing that exists is overwritten.
-    """
-
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self._root: str | None = settings["rank_files"]
-        self._settings = settings
-        super().__init__(log_dir=self.root_log_dir)
-
-    @property
-    def root_log_dir(self) -> str:
-        return self._root or os.devnull
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        destination = LogsDest()
-        attempt = claim_attempt(Path(self._root)) if self._root is not None else None
-        for local_rank, env in envs.items():
-            if attempt is None:
-                nowhere = "" if self._on_console(local_rank) else os.devnull
-                destination.stdouts[local_rank] = destination.stderrs[local_rank] = nowhere
-                continue
-            folder = attempt / str(local_rank)
-            folder.mkdir()
-            env["TORCHELASTIC_ERROR_FILE"] = str(folder / ERROR)
-            destination.error_files[local_rank] = str(folder / ERROR)
-            destination.filtered_stdout = str(folder.parent / "filtered_stdout.log")
-            destination.filtered_stderr = str(folder.parent / "filtered_stderr.log")
-            for stream, name, to_file, to_both in (
-                (_OUT, STDOUT, destination.stdouts, destination.tee_stdouts),
-                (_ERR, STDERR, destination.stderrs, destination.tee_stderrs),
-            ):
-                on_console, teed = (
-                    self._on_console(local_rank),
-                    self._wants("tee", local_rank, stream),
-                )
-                filed = teed or self._wants("redirects", local_rank, stream) or not on_console
-                to_file[local_rank] = str(folder / name) if filed else ""
-                if teed and on_console:
-                    to_both[local_rank] = to_file[local_rank]
-        return destination
-
-    def _wants(self, setting: str, local_rank: int, stream: int) -> bool:
-        by_rank = self._settings[setting]
-        return bool(int(by_rank.get(str(local_rank), by_rank.get("-1", 0))) & stream)
-
-    def _on_console(self, local_rank: int) -> bool:
-        console = self._settings["console_ranks"]
-        return console is None or local_rank in console
-
-
 class _Keeper:
     """The agent's side of its keeper: requests, and what has been heard of the ranks."""
 
@@ -182,6 +131,7 @@ class _Keeper:
         self._attempts = 0
         self.grace_s = 0.0
         self.wait_s = 0.1
+        self.tails = Tails()
         self.failures: dict[int, int] = {}
         self.finished = False
 
@@ -219,7 +169,7 @@ class _Keeper:
         raise TimeoutError(problem)
 
     def _hear(self, deadline: float) -> dict[str, Any] | None:
-        if not wait_readable([self._channel], max(0.0, deadline - time.monotonic())):
+        if not self._wait_readable(deadline):
             return None
         try:
             message, _ = self._channel.receive()
@@ -229,6 +179,16 @@ class _Keeper:
             self.failures[message["local_rank"]] = message["exit"]
         self.finished = self.finished or message["op"] == "finished"
         return message
+
+    def _wait_readable(self, deadline: float) -> bool:
+        """Wait for a message; show what ranks write meanwhile."""
+        while True:
+            step_s = 0.0 if self.tails.show() else _SHOW_EVERY_S if self.tails else math.inf
+            left_s = max(0.0, deadline - time.monotonic())
+            if wait_readable([self._channel], min(step_s, left_s)):
+                return True
+            if left_s == 0:
+                return False
 
 
 class _Ranks(PContext):
@@ -241,6 +201,10 @@ class _Ranks(PContext):
         super().__init__(**arguments)
         self._keeper = keeper
         self._pids: dict[int, int] = {}
+        prefixes = arguments.get("log_line_prefixes") or {}
+        for (local_rank, stream), name in arguments["logs_specs"].shown_by_us.items():
+            prefix = prefixes.get(local_rank, f"[{arguments['name']}{local_rank}]:")
+            keeper.tails.follow(name, prefix, stream)
 
     def _start(self) -> None:
         self._keeper.begin_attempt()
@@ -278,3 +242,4 @@ class _Ranks(PContext):
         del timeout
         if not self._keeper.finished:
             self._keeper.stop(int(death_sig))
+        self._keeper.tails.finish()

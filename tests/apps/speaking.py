@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,12 @@ def main(_: Any) -> None:
     (folder / f"rank{rank}.json").write_text(json.dumps(record))
     if os.environ.get("SPEAK") == "what it hears":
         print("heard", sys.stdin.read())
+        return
+    if os.environ.get("SPEAK") == "in pieces":
+        for word in ("a line", " in", " four", " pieces\n"):
+            print(word, end="", flush=True)
+            time.sleep(0.3)  # long enough for whoever follows the file to look at it
+        print("no end", end="")
         return
     if os.environ.get("SPEAK") == "little":
         print(f"rank {rank} speaks")
