@@ -4,6 +4,8 @@
 
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
+# Most tests wait for processes to start; a file of tests shares runs, so it stays in one process.
+PARALLEL = --numprocesses 2 --dist loadfile
 
 .PHONY: demo test lint tests soak mutants bench clean
 
@@ -21,8 +23,8 @@ lint: .venv/.project
 	.venv/bin/python tests/size_limits.py
 
 tests: .venv/.project .venv-hydra14/.project | lint
-	.venv/bin/python -m pytest
-	.venv-hydra14/bin/python -m pytest tests -m hydra_versions
+	.venv/bin/python -m pytest $(PARALLEL)
+	.venv-hydra14/bin/python -m pytest tests -m hydra_versions $(PARALLEL)
 
 soak: .venv/.project
 	.venv/bin/python -m pytest -m soak

@@ -164,7 +164,17 @@ def _sweeps(folder: Path) -> Iterator[Callable[..., Sweep]]:
         assert not left, f"left alive: {left}"
         left = [name for name in os.listdir(one.directory / "tmp") if not is_torchs(name)]
         assert not left, "temporary files left"
-    assert set(os.listdir("/dev/shm")) <= shm_before, "shared memory left"
+    assert not left_in_shared_memory(shm_before), "shared memory left"
+
+
+def left_in_shared_memory(before: set[str], timeout_s: float = HANG_S) -> set[str]:
+    """Return what is there and was not before, when tests that run beside this one had time."""
+    deadline = time.monotonic() + timeout_s
+    left = set(os.listdir("/dev/shm")) - before
+    while left and time.monotonic() < deadline:
+        time.sleep(0.1)
+        left &= set(os.listdir("/dev/shm"))
+    return left
 
 
 def is_torchs(name: str) -> bool:
