@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -27,6 +27,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hydra_torchrun_launcher import payload, rank_logging
 from hydra_torchrun_launcher.errors import printable
+from hydra_torchrun_launcher.outcomes import Ended
+from hydra_torchrun_launcher.plans import Begun
 
 log = logging.getLogger(__name__)
 
@@ -51,42 +53,26 @@ class HydraJob:
     def __init__(self, context: HydraContext, task_function: TaskFunction, config: Any) -> None:
         """Take a job's composed config; nothing happens yet."""
         self.config = config
-        self.environ: dict[str, str] = {}
         self._context = context
         self._task_function = task_function
         self._job_return: JobReturn
         self._hydra_config: Any = None
         self._working_dir = ""
 
-    @property
-    def output_dir(self) -> str:
-        """The job's output directory, known after `begin`."""
-        return str(self.config.hydra.runtime.output_dir)
-
-    @property
-    def leaves_no_files(self) -> bool:
-        """Whether the user wants none in what is the directory of the project."""
-        here = os.path.realpath(self.output_dir) == os.path.realpath(os.getcwd())
-        return here and self.config.hydra.output_subdir is None
-
-    @property
-    def working_dir(self) -> str:
-        """The directory in which the task function runs."""
-        return self._working_dir
-
     def _current_dir(self) -> str:
         try:
             return os.getcwd()
         except FileNotFoundError:  # a callback removed it: a rank will say so
-            return self.output_dir
+            return str(self.config.hydra.runtime.output_dir)
 
-    def begin(self) -> payload.Work:
-        """Do all that Hydra does before a task function, and return the work for the ranks."""
+    def begin(self, number: int) -> Begun:
+        """Do all that Hydra does before a task function."""
         payload.evaluate_cached_resolvers(self.config)
         seen: list[Any] = []
+        environ: dict[str, str] = {}
 
         def stand_in(config: Any) -> None:
-            self.environ = dict(os.environ)
+            environ.update(os.environ)
             self._working_dir = self._current_dir()
             self._hydra_config = HydraConfig.instance().cfg
             seen.append(config)
@@ -104,7 +90,7 @@ class HydraJob:
             if isinstance(error.__cause__, OSError):  # a log file cannot be opened
                 raise error.__cause__ from None
             raise
-        return payload.Work(
+        work = payload.Work(
             task=self._task_function,
             config=seen[0],
             hydra_config=self._hydra_config,
@@ -113,6 +99,8 @@ class HydraJob:
             resolvers=payload.resolvers(),
             execution_whitelist=getattr(self._context, "execution_whitelist", None),
         )
+        output_dir = str(self.config.hydra.runtime.output_dir)
+        return Begun(number, self.config, output_dir, environ, self._working_dir, work)
 
     def not_begun(self, error: BaseException) -> JobReturn:
         """Return the JobReturn of a job for which there is no directory: nothing was called."""
@@ -130,16 +118,10 @@ class HydraJob:
             _return_value=error,
         )
 
-    def finish(self, value: Any, error: BaseException | None, restarts: Sequence[str]) -> JobReturn:
-        """Do all that Hydra does after a task function.
-
-        Args:
-            value: what the task function returned in rank 0.
-            error: why the job failed, or None.
-            restarts: what failed before and made its ranks start again.
-        """
-        result = self._job_return
-        result.return_value = value if error is None else error
+    def finish(self, ended: Ended) -> JobReturn:
+        """Do all that Hydra does after a task function."""
+        result, error = self._job_return, ended.error
+        result.return_value = ended.value if error is None else error
         result.status = JobStatus.COMPLETED if error is None else JobStatus.FAILED
         if error is not None:
             _add_remote_traceback(result, error)
@@ -148,7 +130,7 @@ class HydraJob:
         with self._state(), rank_logging.execution_whitelist(whitelist):
             try:
                 rank_logging.apply(hydra.job_logging, hydra.verbose, whitelist)
-                _log_result(f"Job #{hydra.job.num}", restarts, error)
+                _log_result(f"Job #{hydra.job.num}", ended)
             except Exception as problem:  # noqa: BLE001 - its directory is gone or full
                 why = problem.__cause__ or problem
                 log.warning("Job #%d: its log cannot be written: %s", hydra.job.num, why)
@@ -212,11 +194,11 @@ def _add_remote_traceback(result: JobReturn, error: BaseException) -> None:
             setattr(result, field, getattr(utils, serialize)(subject))
 
 
-def _log_result(job: str, restarts: Sequence[str], error: BaseException | None) -> None:
-    for text in restarts:
+def _log_result(job: str, ended: Ended) -> None:
+    for text in ended.restarts:
         _log_to_files(logging.WARNING, f"{job}: {text}")
-    if error is not None:
-        _log_to_files(logging.ERROR, f"{job} failed", error)
+    if ended.error is not None:
+        _log_to_files(logging.ERROR, f"{job} failed", ended.error)
 
 
 def _locale() -> str:

@@ -34,12 +34,14 @@ class HandedOver:
     """What the launching process knows of a job that runs.
 
     Attributes:
-        number: its number in the sweep.
+        number: its number in the sweep, for the server.
+        name: what messages call it.
         max_restarts: how often its ranks may start again.
         shutdown_timeout_s: how long its ranks have to leave once they were asked to.
     """
 
     number: int
+    name: str
     max_restarts: int
     shutdown_timeout_s: float
 
@@ -62,6 +64,7 @@ class JobRun:
             owns_server: end the server with the job.
         """
         self._number = number = job.number
+        self._name = job.name
         self._max_restarts = job.max_restarts
         self._shutdown_timeout_s = job.shutdown_timeout_s
         self._keeper_pid: int | None = None
@@ -121,7 +124,7 @@ class JobRun:
         """
         self._limit.clear()
         if self._job.fileno() >= 0 and self._keeper_pid is not None:
-            log.warning("Job #%d: its keeper does not answer and is killed", self._number)
+            log.warning("%s: its keeper does not answer and is killed", self._name)
             kill(self._keeper_pid, signal.SIGKILL)
             self._keeper_pid = None
             self._limit.within(_SERVER_ANSWERS_S)
@@ -145,7 +148,7 @@ class JobRun:
                 self._limit.clear()
                 self._limit.within(self._shutdown_timeout_s + _KEEPER_ANSWERS_S)
                 name = signal_name(watch.received or 0)
-                log.warning("Job #%d: stopping on %s; a second signal kills it", self._number, name)
+                log.warning("%s: stopping on %s; a second signal kills it", self._name, name)
             try:
                 self._job.send(order)
             except Closed:
@@ -175,14 +178,14 @@ class JobRun:
             self._note_failure(Failure.read(message, fds[0]))
         elif operation == "lingered":
             log.warning(
-                "Job #%d: rank %d returned but did not leave in time (a thread or an exit handler "
-                "that does not end); it was killed", self._number, message["global_rank"],
+                "%s: rank %d returned but did not leave in time (a thread or an exit handler "
+                "that does not end); it was killed", self._name, message["global_rank"],
             )  # fmt: skip
         elif operation == "done":
             self._done = message
             self._value = fds[0] if fds else None
             if message["state"] == "stuck":
-                log.warning("Job #%d: %s", self._number, describe("stuck", message, None))
+                log.warning("%s: %s", self._name, describe("stuck", message, None))
 
     def _note_failure(self, failure: Failure) -> None:
         if self._signals_sent:
@@ -197,11 +200,11 @@ class JobRun:
                     f"attempt {failure.attempt} failed, its ranks start again (restart "
                     f"{failure.attempt + 1} of {last}): {_shown(failure.report())}"
                 )
-                log.warning("Job #%d: %s", self._number, self.restarts[-1])
+                log.warning("%s: %s", self._name, self.restarts[-1])
             else:
-                log.error("Job #%d failed: %s", self._number, _shown(failure.report()))
+                log.error("%s failed: %s", self._name, _shown(failure.report()))
         else:
-            log.error("Job #%d: also failed: %s", self._number, _shown(failure.line()))
+            log.error("%s: also failed: %s", self._name, _shown(failure.line()))
 
     def close(self) -> None:
         """Hang up: what still runs of the job is ended by its keeper."""
@@ -227,5 +230,5 @@ class JobRun:
         return None, self._log_start_error(describe(state, done, self._ended))
 
     def _log_start_error(self, message: str) -> StartError:
-        log.error("Job #%d failed: %s", self._number, message)
+        log.error("%s failed: %s", self._name, message)
         return StartError(message)

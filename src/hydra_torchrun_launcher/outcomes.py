@@ -52,6 +52,21 @@ def _recorded(outcome: Fd) -> tuple[dict[str, Any] | None, bytes]:
 
 
 @dataclass(frozen=True)
+class Ended:
+    """How a job ended.
+
+    Attributes:
+        value: what the task function returned in rank 0.
+        error: why the job failed, or None.
+        restarts: what failed before and made its ranks start again.
+    """
+
+    value: Any = None
+    error: BaseException | None = None
+    restarts: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
 class Failure:
     """How one rank failed."""
 

@@ -4,12 +4,45 @@ launching process).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hydra_torchrun_launcher.payload import Program
+from hydra_torchrun_launcher.payload import Program, Work
 from hydra_torchrun_launcher.settings import Settings
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A job for which Hydra has done all that comes before the task.
+
+    Attributes:
+        number: its number in the sweep; None for a single run.
+        config: its composed config, with the `hydra` node.
+        output_dir: its output directory.
+        environ: the environment in which the task would run.
+        working_dir: the directory in which it would.
+        work: what its ranks do.
+    """
+
+    number: int | None
+    config: Any
+    output_dir: str
+    environ: Mapping[str, str]
+    working_dir: str
+    work: Work
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return "Job" if self.number is None else f"Job #{self.number}"
+
+    @property
+    def leaves_no_files(self) -> bool:
+        """Whether the user wants none in what is the directory of the project."""
+        here = os.path.realpath(self.output_dir) == os.path.realpath(os.getcwd())
+        return here and self.config.hydra.output_subdir is None
 
 
 @dataclass(frozen=True)

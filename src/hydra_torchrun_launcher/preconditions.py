@@ -51,16 +51,21 @@ def _is_there(name: str) -> bool:
     return name in sys.modules or importlib.util.find_spec(name) is not None
 
 
-def check_directory(sweep_dir: str) -> None:
-    """Refuse a sweep directory that cannot be made; the sweeper makes it and would only crash."""
-    there = Path(sweep_dir).absolute()
+def check_directory(setting: str, value: str) -> None:
+    """Refuse a directory that cannot be made; Hydra makes it and would only crash.
+
+    Args:
+        setting: Hydra's setting, such as hydra.sweep.dir.
+        value: the directory.
+    """
+    there = Path(value).absolute()
     while not os.path.lexists(there):
         if len(os.fsencode(there.name)) > os.pathconf("/", "PC_NAME_MAX"):
-            problem = f"hydra.sweep.dir={sweep_dir}: the name {there.name[:40]}… in it is too long"
+            problem = f"{setting}={value}: the name {there.name[:40]}… in it is too long"
             raise StartError(problem)
         there = there.parent
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        problem = f"hydra.sweep.dir={sweep_dir}: {there} is no directory that can be written to"
+        problem = f"{setting}={value}: {there} is no directory that can be written to"
         raise StartError(problem)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hydra.types import HydraContext, TaskFunction
     from omegaconf import DictConfig
 
-    from hydra_torchrun_launcher.jobs import Runner
+    from hydra_torchrun_launcher.jobs import SweepRunner
 
 
 class TorchrunLauncher(Launcher):
@@ -29,7 +29,7 @@ class TorchrunLauncher(Launcher):
 
     def __init__(self, **_settings: object) -> None:
         """Accept the settings, which Hydra passes one by one; a job's own config is what counts."""
-        self._runner: Runner
+        self._runner: SweepRunner
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -42,9 +42,9 @@ class TorchrunLauncher(Launcher):
         """
         if sys.platform == "win32":
             raise PlatformError(sys.platform)
-        from hydra_torchrun_launcher.jobs import Runner
+        from hydra_torchrun_launcher.jobs import SweepRunner
 
-        self._runner = Runner(hydra_context, task_function, config)
+        self._runner = SweepRunner(hydra_context, task_function, config)
         # Hydra has no tear-down for launchers: the servers go with the launcher, at the latest
         # when the interpreter ends.
         weakref.finalize(self, self._runner.close)
