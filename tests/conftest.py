@@ -45,6 +45,7 @@ class Sweep:
     directory: Path
     marker: str
     popen: subprocess.Popen[bytes]
+    temporary: Path
     output: str = ""
     seconds: float = 0.0
     started: float = field(default_factory=time.monotonic)
@@ -141,11 +142,15 @@ def _sweeps(folder: Path) -> Iterator[Callable[..., Sweep]]:
         code: str | None = None,
         stdin: str | None = None,
         launcher: str | None = "torchrun",
+        single: bool = False,
         sweep_dir: str = "",
         flags: Sequence[str] = ("-m",),
         cwd: str = "",
     ) -> Sweep:
         directory = folder / f"run{len(runs)}"
+        if single:  # the app's single run by our decorator; where a sweep's first job would be
+            flags, environ = (), {**(environ or {}), "APP_MAIN": "ours"}
+            overrides = (f"hydra.run.dir={directory / sweep_dir / '0'}", *overrides)
         start = ["-c", code] if code is not None else app.split() if app.startswith("-") else None
         command = [*(start or [str(APPS / app)]), *flags]
         command += [f"hydra/launcher={launcher}"] if launcher else []
@@ -162,7 +167,7 @@ def _sweeps(folder: Path) -> Iterator[Callable[..., Sweep]]:
         left = leftovers(one.marker)
         one.kill()
         assert not left, f"left alive: {left}"
-        left = [name for name in os.listdir(one.directory / "tmp") if not is_torchs(name)]
+        left = [name for name in os.listdir(one.temporary) if not is_torchs(name)]
         assert not left, "temporary files left"
     assert not left_in_shared_memory(shm_before), "shared memory left"
 
@@ -190,10 +195,12 @@ def _start(
     cwd: str,
 ) -> Sweep:
     marker = uuid.uuid4().hex
-    (directory / "tmp").mkdir(parents=True)
+    directory.mkdir(parents=True)
+    # Sockets that Python makes there have a path of some hundred characters at most.
+    temporary = Path(tempfile.mkdtemp(prefix="t", dir=directory.parents[1]))
     (directory / cwd).mkdir(exist_ok=True)
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "PYTEST_"))}
-    own = {"TEST_MARKER": marker, "TMPDIR": str(directory / "tmp")}
+    own = {"TEST_MARKER": marker, "TMPDIR": str(temporary)}
     with (directory / "console.txt").open("wb") as console:
         popen = subprocess.Popen(
             [sys.executable, *arguments],
@@ -208,7 +215,7 @@ def _start(
         assert popen.stdin is not None
         with popen.stdin as pipe:
             pipe.write(stdin.encode())
-    return Sweep(directory, marker, popen)
+    return Sweep(directory, marker, popen, temporary)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -137,7 +137,7 @@ def test_no_litter(sweep: Run) -> None:
     quiet += ["hydra/job_logging=stdout", "hydra/hydra_logging=default"]
     run = sweep("faults.py", "fault=none,raise", "at_job=all", *quiet).wait()
     left = {path.name for path in run.directory.iterdir()}
-    assert left - {"tmp", "console.txt", "job_end.jsonl", "multirun.yaml"} == {
+    assert left - {"console.txt", "job_end.jsonl", "multirun.yaml"} == {
         path.name for path in run.directory.glob("started.*")
     }
     assert "ScriptError: raised on purpose" in run.output

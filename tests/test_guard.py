@@ -33,7 +33,7 @@ def test_single_run_is_stopped_before_any_work(sweep: Run) -> None:
     ):
         assert remedy in run.output
     assert "ran in rank" not in run.output
-    assert {path.name for path in run.directory.iterdir()} == {"tmp", "console.txt"}
+    assert {path.name for path in run.directory.iterdir()} == {"console.txt"}
 
 
 @pytest.mark.parametrize(

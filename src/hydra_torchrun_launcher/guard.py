@@ -17,9 +17,23 @@ hydra/launcher=torchrun starts no ranks here: Hydra uses a launcher only in a mu
 a single run, which would be one process. Choose one:
   - add -m (or --multirun) to the command line;
   - set hydra.mode=MULTIRUN, on the command line or in the config;
+  - for single runs in ranks, put @hydra_torchrun_launcher.main in the place of @hydra.main;
   - to run this app alone on purpose, although its config chooses the launcher, set
     hydra.launcher.guard=false, on the command line or in the config.
 """
+
+
+TASK = "_torchrun_task"
+"""Attribute of what `hydra_torchrun_launcher.main` hands to Hydra: the user's function."""
+
+in_charge: Any = None
+"""What `hydra_torchrun_launcher.main` does in the run that it has started; None in all others."""
+
+
+def starting() -> None:
+    """Say that `hydra_torchrun_launcher.main` starts an app now; a rank that only imports the app's
+    script takes this function's place.
+    """
 
 
 class Hook(Enum):
@@ -33,12 +47,16 @@ class Hook(Enum):
     on_job_end = "on_job_end"
 
     def __call__(self, *, config: Any, **_: Any) -> None:
-        """End a single run before any work; do nothing at all other hooks.
+        """End a single run before any work, or let `main` do it; do nothing at all other hooks.
 
         Raises:
             SystemExit: the guard is on. Hydra turns other exceptions of a callback into warnings.
         """
-        if self is Hook.on_run_start and config.hydra.launcher.guard:
+        if in_charge is not None and self is Hook.on_run_start:
+            in_charge.on_run_start(config)
+        elif in_charge is not None and self is Hook.on_job_end:
+            in_charge.on_job_end()
+        elif self is Hook.on_run_start and config.hydra.launcher.guard:
             sys.stderr.write(_MESSAGE)
             raise SystemExit(1)
 

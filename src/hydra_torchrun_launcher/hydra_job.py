@@ -128,12 +128,7 @@ class HydraJob:
         hydra = self.config.hydra
         whitelist = getattr(self._context, "execution_whitelist", None)
         with self._state(), rank_logging.execution_whitelist(whitelist):
-            try:
-                rank_logging.apply(hydra.job_logging, hydra.verbose, whitelist)
-                _log_result(f"Job #{hydra.job.num}", ended)
-            except Exception as problem:  # noqa: BLE001 - its directory is gone or full
-                why = problem.__cause__ or problem
-                log.warning("Job #%d: its log cannot be written: %s", hydra.job.num, why)
+            log_ended(f"Job #{hydra.job.num}", hydra, ended, whitelist)
             self._context.callbacks.on_job_end(config=self.config, job_return=result)
         return result
 
@@ -194,11 +189,23 @@ def _add_remote_traceback(result: JobReturn, error: BaseException) -> None:
             setattr(result, field, getattr(utils, serialize)(subject))
 
 
-def _log_result(job: str, ended: Ended) -> None:
-    for text in ended.restarts:
-        _log_to_files(logging.WARNING, f"{job}: {text}")
-    if ended.error is not None:
-        _log_to_files(logging.ERROR, f"{job} failed", ended.error)
+def log_ended(job: str, hydra: Any, ended: Ended, whitelist: Any) -> None:
+    """Put the job's logging in force again and write to its log how it ended.
+
+    Args:
+        job: what to call it.
+        hydra: its `hydra` node.
+        ended: how it ended.
+        whitelist: what hydra-core 1.4 may execute; None on 1.3.
+    """
+    try:
+        rank_logging.apply(hydra.job_logging, hydra.verbose, whitelist)
+        for text in ended.restarts:
+            _log_to_files(logging.WARNING, f"{job}: {text}")
+        if ended.error is not None:
+            _log_to_files(logging.ERROR, f"{job} failed", ended.error)
+    except Exception as problem:  # noqa: BLE001 - its directory is gone or full
+        log.warning("%s: its log cannot be written: %s", job, problem.__cause__ or problem)
 
 
 def _locale() -> str:

@@ -15,6 +15,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import open_dict
 
 from hydra_torchrun_launcher.errors import JobStoppedError, StartError, refused
+from hydra_torchrun_launcher.guard import TASK
 from hydra_torchrun_launcher.hydra_job import HydraJob, share_settings
 from hydra_torchrun_launcher.runner import JobRunner
 from hydra_torchrun_launcher.signals import SignalWatch
@@ -32,7 +33,7 @@ class SweepRunner:
             LauncherError: as `JobRunner` does.
         """
         self._context = context
-        self._task_function = task_function
+        self._task_function = getattr(task_function, TASK, task_function)
         self._config = config
         self._shared: dict[str, Any] = {}
         self._jobs = JobRunner(config, "hydra.sweep.dir")

@@ -28,6 +28,7 @@ from hydra.core.utils import JobRuntime, setup_globals
 from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
 
+from hydra_torchrun_launcher import guard
 from hydra_torchrun_launcher.errors import TransportError
 from hydra_torchrun_launcher.pickling import dumps
 from hydra_torchrun_launcher.processes import path_entries
@@ -108,16 +109,16 @@ def _hydra_is_not_started() -> Iterator[None]:
     """
     # The name by which the decorator starts Hydra; test_seams.py fails if it moves.
     decorator: Any = importlib.import_module("hydra.main")
-    start = decorator._run_hydra  # noqa: SLF001
+    start, ours = decorator._run_hydra, guard.starting  # noqa: SLF001
 
     def stop(*_: Any, **__: Any) -> None:
         raise _HydraStarted
 
-    decorator._run_hydra = stop  # noqa: SLF001
+    decorator._run_hydra = guard.starting = stop  # noqa: SLF001
     try:
         yield
     finally:
-        decorator._run_hydra = start  # noqa: SLF001
+        decorator._run_hydra, guard.starting = start, ours  # noqa: SLF001
 
 
 def _module_code(module: types.ModuleType, name: str) -> types.CodeType:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import hydra.utils
@@ -44,6 +45,17 @@ def apply(job_logging: Any, verbose: Any, whitelist: Any, rank: tuple[int, str] 
         configure_log(job_logging, verbose, execution_whitelist=whitelist)  # type: ignore[call-arg,unused-ignore]
     else:
         configure_log(job_logging, verbose)
+
+
+def active_whitelist() -> Any:
+    """Return what hydra-core 1.4 may execute here; None on 1.3.
+
+    1.4 has no public way to ask; test_seams.py fails if this one moves.
+    """
+    with suppress(ModuleNotFoundError):
+        policy: Any = importlib.import_module("hydra._internal.execution_policy")
+        return policy._get_active_execution_whitelist()  # noqa: SLF001
+    return None
 
 
 def execution_whitelist(whitelist: Any) -> AbstractContextManager[Any]:

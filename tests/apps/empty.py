@@ -1,11 +1,11 @@
 """A task that does nothing but say that it ran."""
 
-import hydra
+import either
 import rank_records
 from omegaconf import DictConfig
 
 
-@hydra.main(version_base=None, config_path="conf", config_name="empty")
+@either.main(version_base=None, config_path="conf", config_name="empty")
 def main(cfg: DictConfig) -> int:
     """Record and return the job's parameter."""
     rank_records.write("task", n=cfg.n)

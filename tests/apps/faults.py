@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import hydra
+import either
 import torch
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
@@ -156,11 +156,11 @@ def note(name: str) -> None:
     (folder / f"{name}.rank{os.environ['RANK']}.{os.getpid()}").touch()
 
 
-@hydra.main(version_base="1.3", config_path=".", config_name="faults")
+@either.main(version_base="1.3", config_path=".", config_name="faults")
 def main(cfg: DictConfig) -> Any:  # noqa: C901
     rank = int(os.environ["RANK"])
     note("started")
-    my_job = cfg.at_job in (HydraConfig.get().job.num, "all")
+    my_job = cfg.at_job in (either.job_number(HydraConfig.get()), "all")
     mine = rank == cfg.at_rank and my_job
     if cfg.fault == "wait" and my_job:
         hang()

@@ -18,7 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import hydra
+import either
 import numpy as np
 import torch
 import torch.backends.cudnn
@@ -68,7 +68,7 @@ def until_terminated(path: Path) -> None:
         time.sleep(3600)
 
 
-@hydra.main(version_base="1.3", config_path=".", config_name="fresh")
+@either.main(version_base="1.3", config_path=".", config_name="fresh")
 def main(cfg: DictConfig) -> Any:
     output = Path(HydraConfig.get().runtime.output_dir)
     path = output / f"rank{os.environ['RANK']}.json"
@@ -109,7 +109,7 @@ def main(cfg: DictConfig) -> Any:
             "mine": cfg.mine,
             "once": cfg.once,
             "size_is_ours": isinstance(size, Size) and size.color is Color.RED,
-            "num": HydraConfig.get().job.num,
+            "num": either.job_number(HydraConfig.get()),
             "output_dir": HydraConfig.get().runtime.output_dir,
             "fds": sorted(os.listdir("/proc/self/fd")),
             "loaded": list(DataLoader([1, 2, 3], num_workers=1)),

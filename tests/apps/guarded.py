@@ -6,6 +6,7 @@ import inspect
 import os
 from typing import Any
 
+import either
 import hydra
 
 MODERN: dict[str, Any] = {"version_base": "1.3"}
@@ -13,7 +14,7 @@ if "execution_whitelist" in inspect.signature(hydra.main).parameters:
     MODERN = {"execution_whitelist": ["collections.*"]}
 
 
-@hydra.main(config_path=None, **MODERN)
+@either.main(config_path=None, **MODERN)
 def main(_: Any) -> None:
     print("ran in rank", os.environ.get("RANK"))
 

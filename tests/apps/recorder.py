@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import either
 from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 
@@ -18,7 +19,7 @@ class Recorder(Callback):
         result = job_return._return_value
         failed = isinstance(result, BaseException)
         record = {
-            "number": config.hydra.job.num,
+            "number": either.job_number(config.hydra),
             "status": job_return.status.name,
             "type": type(result).__name__,
             "text": str(result)[:4000],

@@ -3,14 +3,14 @@
 import os
 from datetime import timedelta
 
-import hydra
+import either
 import rank_records
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
 
-@hydra.main(version_base=None)
+@either.main(version_base=None)
 def main(cfg: DictConfig) -> int:
     """Look for the key of the attempt before, leave one, reduce, record, and fail or return."""
     rank = int(os.environ["RANK"])

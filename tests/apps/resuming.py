@@ -4,7 +4,7 @@ import os
 import signal
 from pathlib import Path
 
-import hydra
+import either
 import rank_records
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 STEPS = 8
 
 
-@hydra.main(version_base=None)
+@either.main(version_base=None)
 def main(cfg: DictConfig) -> None:
     """Train; with `disturbed`, a rank raises in one attempt and one is killed in the next."""
     dist.init_process_group("gloo")

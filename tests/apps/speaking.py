@@ -9,13 +9,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import hydra
+import either
 from hydra.core.hydra_config import HydraConfig
 
 LONG = 10_000_000
 
 
-@hydra.main(version_base="1.3", config_path=None)
+@either.main(version_base="1.3", config_path=None)
 def main(_: Any) -> None:
     rank = os.environ["RANK"]
     size = os.get_terminal_size().columns if sys.stdout.isatty() else None

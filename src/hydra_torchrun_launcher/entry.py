@@ -1,0 +1,160 @@
+"""`hydra_torchrun_launcher.main`, the drop-in for `hydra.main` (runs in the user's script).
+
+Imported with the package, by every Hydra app in the environment: what works is imported when a run
+needs it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode, TaskFunction
+
+from hydra_torchrun_launcher import guard
+from hydra_torchrun_launcher.config import TorchrunConf
+from hydra_torchrun_launcher.errors import JobStoppedError, LauncherError, StartError
+
+if TYPE_CHECKING:
+    from hydra_torchrun_launcher.outcomes import Ended
+    from hydra_torchrun_launcher.single import SingleRun
+
+_NO_ENTRY = (
+    "the config lacks hydra.callbacks.torchrun_guard, which hydra/launcher=torchrun brings and by "
+    "which hydra_torchrun_launcher.main learns of a run: leave it there"
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _with_signature_of(original: Callable[P, R]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """Give a function the signature of another, for type checkers and for `inspect`."""
+
+    def give(function: Callable[..., R]) -> Callable[P, R]:
+        function.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+        return cast("Callable[P, R]", function)
+
+    return give
+
+
+@_with_signature_of(hydra.main)
+def main(*args: Any, **kwargs: Any) -> Callable[[TaskFunction], Any]:
+    """Decorate a task function as `hydra.main` does, with its arguments, for ranks in single runs.
+
+    With `hydra/launcher=torchrun` a run without `-m` is a job of ranks in Hydra's RUN mode: its
+    output is in `hydra.run.dir`, and a failed job ends the app with its cause and status 1. All
+    other runs are those of `hydra.main`.
+
+    Args:
+        args: what `hydra.main` of the installed Hydra takes.
+        kwargs: the same.
+
+    Returns:
+        A decorator for the task function.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hydra_main = hydra.main(*args, **kwargs)
+    for warning in caught:  # Hydra's are about the line that calls this
+        warnings.warn(warning.message, stacklevel=2)
+
+    def decorate(task_function: TaskFunction) -> Callable[..., Any]:
+        @functools.wraps(task_function)
+        def in_hydra(config: Any) -> Any:
+            ended = _in_ranks(task_function, config)
+            if ended is None:
+                return task_function(config)
+            if ended.error is not None:
+                raise ended.error
+            return ended.value
+
+        setattr(in_hydra, guard.TASK, task_function)
+        with_hydra = hydra_main(in_hydra)
+
+        @functools.wraps(task_function)
+        def decorated(cfg_passthrough: Any = None) -> Any:
+            if cfg_passthrough is not None:
+                return with_hydra(cfg_passthrough)
+            return _start(with_hydra)
+
+        return decorated
+
+    return decorate
+
+
+def _start(with_hydra: Callable[[], Any]) -> Any:
+    """Start the app."""
+    guard.starting()
+    charge = guard.in_charge = _Charge()
+    try:
+        return with_hydra()
+    except (SystemExit, JobStoppedError):
+        if charge.signum is None:
+            raise
+    finally:
+        guard.in_charge = None
+        charge.close()
+    signal.raise_signal(charge.signum)
+    raise SystemExit(1)  # where the user's handler lets the app go on
+
+
+def _in_ranks(task_function: TaskFunction, config: Any) -> Ended | None:
+    """Run the task function in ranks, or do nothing if the run does not ask for them."""
+    charge: _Charge | None = guard.in_charge
+    return charge.run(task_function, config) if charge and _asks_for_ranks() else None
+
+
+def _asks_for_ranks() -> bool:
+    if not HydraConfig.initialized():
+        return False
+    node = HydraConfig.get()
+    return node.mode is RunMode.RUN and node.launcher.get("_target_") == TorchrunConf._target_
+
+
+class _Charge:
+    """What `main` does within a run of Hydra's: the guard's hooks hand over to it."""
+
+    def __init__(self) -> None:
+        self._run: SingleRun | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def signum(self) -> int | None:
+        """The signal that stopped the job."""
+        return None if self._run is None else self._run.signum
+
+    def close(self) -> None:
+        """End what still runs."""
+        if self._run is not None:
+            self._run.close()
+
+    def on_run_start(self, config: Any) -> None:
+        """Check and prepare before Hydra makes a directory."""
+        from hydra_torchrun_launcher.single import SingleRun
+
+        try:
+            self._run = SingleRun(config)
+        except LauncherError as error:  # Hydra takes what a callback raises for a warning
+            sys.stderr.write(f"{error}\n")
+            raise SystemExit(1) from None
+
+    def run(self, task_function: TaskFunction, config: Any) -> Ended:
+        """Run the task function in ranks."""
+        if self._run is None:
+            raise StartError(_NO_ENTRY)
+        ended = self._run.run(task_function, config)
+        self._error = ended.error
+        return ended
+
+    def on_job_end(self) -> None:
+        """Take our own frames from our own errors: hydra-core 1.4 would show them."""
+        if isinstance(self._error, LauncherError):
+            self._error.__traceback__ = None

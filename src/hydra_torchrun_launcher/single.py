@@ -1,0 +1,81 @@
+"""A single run, in Hydra's RUN mode, whose task function runs in ranks (runs in the launching
+process).
+
+Hydra's own run does all else: its run_job calls this in the place of the task function.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+from hydra.core import utils
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobRuntime, configure_log, setup_globals
+from hydra.types import TaskFunction
+
+from hydra_torchrun_launcher import payload, rank_logging
+from hydra_torchrun_launcher.hydra_job import log_ended
+from hydra_torchrun_launcher.outcomes import Ended
+from hydra_torchrun_launcher.plans import Begun
+from hydra_torchrun_launcher.runner import JobRunner
+from hydra_torchrun_launcher.signals import SignalWatch
+
+
+class SingleRun:
+    """One job, in the directory `hydra.run.dir`."""
+
+    def __init__(self, config: Any) -> None:
+        """Check the settings and start a server, before Hydra makes the directory.
+
+        Args:
+            config: the composed config, from which Hydra will make the task's.
+
+        Raises:
+            LauncherError: as `JobRunner` does.
+        """
+        self._config = config
+        self.signum: int | None = None
+        """The signal that stopped it."""
+        setup_globals()
+        before = HydraConfig.instance().cfg
+        HydraConfig.instance().set_config(config)  # the directory's name may ask for it
+        try:
+            payload.evaluate_cached_resolvers(config)
+            self._jobs = JobRunner(config, "hydra.run.dir")
+        finally:
+            HydraConfig.instance().cfg = before
+
+    def close(self) -> None:
+        """End what still runs, and the servers."""
+        self._jobs.close()
+
+    def run(self, task_function: TaskFunction, task_config: Any) -> Ended:
+        """Run the task function in ranks, where Hydra would call it itself."""
+        hydra = self._config.hydra
+        whitelist = rank_logging.active_whitelist()
+        work = payload.Work(
+            task=task_function,
+            config=task_config,
+            hydra_config=HydraConfig.instance().cfg,
+            job_name=str(JobRuntime.instance().get("name")),
+            search_path=GlobalHydra.instance().config_loader().get_search_path(),
+            resolvers=payload.resolvers(),
+            execution_whitelist=whitelist,
+        )
+        output_dir = str(hydra.runtime.output_dir)
+        begun = Begun(None, self._config, output_dir, dict(os.environ), os.getcwd(), work)
+        # The job's log is rank 0's while it runs.
+        configure_log(hydra.hydra_logging, hydra.verbose)
+        with closing(SignalWatch(self._jobs.signals)) as watch:
+            ended = self._jobs.run(begun, watch)
+            self.signum = watch.received
+            self.close()
+        # hydra-core 1.4 logs what the task function raises; 1.3 does not.
+        hydra_logs = hasattr(utils, "_log_job_error_to_file")
+        logged = replace(ended, error=None) if hydra_logs else ended
+        log_ended(begun.name, hydra, logged, whitelist)
+        return ended

@@ -1,0 +1,134 @@
+"""Single runs by `hydra_torchrun_launcher.main`: a job of ranks in Hydra's RUN mode."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import APPS, Sweep, send
+from running import read_records
+from test_faults import FAILING, QUICK
+
+Run = Callable[..., Sweep]
+pytestmark = pytest.mark.hydra_versions
+METHODS = ("forkserver", "spawn", "fork")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_of_a_single_run(sweep: Run, method: str) -> None:
+    """Ranks are those of a sweep's job, in `hydra.run.dir`, and the run's own files lie there."""
+    run = sweep(
+        "fresh.py", "+size=size", f"hydra.launcher.start_method={method}",
+        "hydra.job.env_set.OF_THE_JOB=0", single=True, environ={"FROM_OUTSIDE": "here"},
+    ).wait()  # fmt: skip
+    assert run.status == 0, run.output
+    first, second = run.lines("0/rank*.json")
+    assert [rank["env"]["RANK"] for rank in (first, second)] == ["0", "1"]
+    assert first["pid"] != second["pid"]
+    for name in ("moment", "once", "output_dir"):
+        assert first[name] == second[name], name
+    assert first["output_dir"] == str(run.directory / "0")
+    assert first["env"]["SET_BY_JOB"] == "yes"
+    assert first["size_is_ours"]
+    assert first["argv"][0] == str(APPS / "fresh.py")
+    names = {path.name for path in (run.directory / "0").iterdir()}
+    assert {"fresh.log", "fresh.rank1.log", "ranks", ".hydra"} <= names
+    assert run.output.count("printed by rank 0") == 1
+    assert "by rank 1" not in run.output
+    assert "told by rank 0" in (run.directory / "0/fresh.log").read_text()
+    assert f"moment: {first['moment']}" not in (run.directory / "0/.hydra/config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    "fault", ["raise", "unpicklable_error", "raise_in_collective", "sys_exit_3", "SIGKILL"]
+)
+def test_failing_single_run(sweep: Run, fault: str) -> None:
+    """A failed run exits with 1; console, job's log and callbacks have the cause and its place."""
+    run = sweep("faults.py", f"fault={fault}", "at_job=0", QUICK, single=True).wait()
+    assert run.status == 1, run.output
+    kind, named = FAILING[fault]
+    (job,) = run.jobs()
+    assert (job["status"], job["type"]) == ("FAILED", kind), run.output
+    assert named in str(job["text"])
+    assert run.output.count("Job failed: rank 1 (local rank 1 on ") == 1
+    if sys.version_info >= (3, 11) or kind == "RankFailedError":
+        assert "log: /" in str(job["text"]) + str(job["notes"])
+    job_log = (run.directory / "0/faults.log").read_text()
+    assert job_log.count("Job failed") == 1
+    assert named in job_log
+    ours = [line for line in run.output.splitlines() if "hydra_torchrun_launcher/" in line]
+    assert len(ours) <= (1 if kind == "ScriptError" else 0), ours
+
+
+def test_value_reaches_the_callbacks(sweep: Run) -> None:
+    """Rank 0's value is the run's."""
+    run = sweep("faults.py", single=True).wait()
+    (job,) = run.jobs()
+    assert (job["status"], job["text"], run.status) == ("COMPLETED", "42", 0), run.output
+
+
+def test_restarts_of_a_single_run(sweep: Run, tmp_path: Path) -> None:
+    """A run whose rank failed starts again in the same directory; a second run there counts on."""
+    records = tmp_path / "records"
+    records.mkdir()
+    arguments = ("restarting.py", "hydra.launcher.max_restarts=2", "+last_attempt=2")
+    run = sweep(*arguments, single=True, environ={"RANK_RECORDS": str(records)}).wait()
+    assert run.status == 0, run.output
+    attempts = sorted((each["attempt"], each["rank"]) for each in read_records(records))
+    assert attempts == [(attempt, rank) for attempt in range(3) for rank in range(2)]
+    assert "Job: attempt 0 failed, its ranks start again (restart 1 of 2)" in run.output
+    directory = f"hydra.run.dir={run.directory / '0'}"
+    again = sweep(*arguments, directory, single=True, environ={"RANK_RECORDS": str(records)})
+    assert again.wait().status == 0, again.output
+    names = {path.name for path in (run.directory / "0/ranks").iterdir()}
+    assert names == {f"attempt_{number}" for number in range(6)}
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signal_stops_a_single_run(sweep: Run, signum: int) -> None:
+    """The run is a failed job for callbacks, and the process dies by the signal."""
+    run = sweep("faults.py", "fault=wait", "at_job=0", single=True)
+    run.await_file("0/started.*", 2)
+    send(run.popen, signum)
+    assert run.wait().status == -signum, run.output
+    (job,) = run.jobs()
+    assert (job["status"], job["type"]) == ("FAILED", "JobStoppedError"), run.output
+
+
+@pytest.mark.parametrize("kind", ["agent", "keeper"])
+def test_killed_process_of_a_single_run(sweep: Run, kind: str) -> None:
+    """A killed agent or keeper fails the run and is named."""
+    run = sweep("faults.py", "fault=wait", "at_job=0", QUICK, single=True)
+    run.await_file("0/started.*", 2)
+    send(run.processes(kind)[0])
+    assert run.wait().status == 1
+    (job,) = run.jobs()
+    assert job["status"] == "FAILED", run.output
+    assert f"{kind} process" in str(job["text"])
+
+
+def test_killed_launching_process_of_a_single_run(sweep: Run) -> None:
+    """What a run started ends with it."""
+    run = sweep("faults.py", "fault=wait", "at_job=0", QUICK, single=True)
+    run.await_file("0/started.*", 2)
+    send(run.popen)
+    run.wait()
+
+
+def test_bad_setting_of_a_single_run(sweep: Run) -> None:
+    """A setting that cannot work is refused in a sentence, before a directory is made."""
+    run = sweep("faults.py", "hydra.launcher.tee=9", single=True, nproc=0).wait()
+    assert run.status == 1
+    assert run.output.startswith("hydra.launcher.tee='9': expected"), run.output
+    assert len(run.output.splitlines()) == 1
+    assert not (run.directory / "0").exists()
+
+
+def test_sweep_by_our_decorator(sweep: Run) -> None:
+    """With -m all is as with Hydra's own decorator."""
+    run = sweep("faults.py", "point=0,1", environ={"APP_MAIN": "ours"}).wait()
+    assert [job["text"] for job in run.jobs()] == ["42", "42"], run.output
+    assert run.status == 0
