@@ -143,19 +143,20 @@ def _sweeps(folder: Path) -> Iterator[Callable[..., Sweep]]:
         stdin: str | None = None,
         launcher: str | None = "torchrun",
         single: bool = False,
-        sweep_dir: str = "",
+        sweep_dir: str | None = "",
         flags: Sequence[str] = ("-m",),
         cwd: str = "",
     ) -> Sweep:
         directory = folder / f"run{len(runs)}"
         if single:  # the app's single run by our decorator; where a sweep's first job would be
             flags, environ = (), {**(environ or {}), "APP_MAIN": "ours"}
-            overrides = (f"hydra.run.dir={directory / sweep_dir / '0'}", *overrides)
+            overrides = (f"hydra.run.dir={directory / (sweep_dir or '') / '0'}", *overrides)
         start = ["-c", code] if code is not None else app.split() if app.startswith("-") else None
         command = [*(start or [str(APPS / app)]), *flags]
         command += [f"hydra/launcher={launcher}"] if launcher else []
         command += [f"hydra.launcher.nproc_per_node={nproc}"] if nproc else []
-        command += [f"hydra.sweep.dir={directory / sweep_dir}", *overrides]
+        command += [f"hydra.sweep.dir={directory / sweep_dir}"] if sweep_dir is not None else []
+        command += overrides
         runs.append(_start(directory, command, environ or {}, stdin, cwd))
         return runs[-1]
 

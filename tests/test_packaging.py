@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import statistics
 import subprocess
 import sys
 import zipfile
@@ -139,4 +138,5 @@ def test_importing_the_plugin_is_cheap() -> None:
     """Every Hydra app pays for the import: no heavy module, and under 20 ms of CPU time."""
     runs = [python(_IMPORT) for _ in range(6)][1:]  # the first may write bytecode
     assert not set(HEAVY) & {name for run in runs for name in run["modules"]}
-    assert statistics.median(run["seconds"] for run in runs) < MAX_IMPORT_CPU_S
+    # What else runs on the machine only adds to it.
+    assert min(run["seconds"] for run in runs) < MAX_IMPORT_CPU_S

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import signal
 import sys
 import warnings
@@ -21,6 +22,7 @@ from hydra.types import RunMode, TaskFunction
 from hydra_torchrun_launcher import guard
 from hydra_torchrun_launcher.config import TorchrunConf
 from hydra_torchrun_launcher.errors import JobStoppedError, LauncherError, StartError
+from hydra_torchrun_launcher.launched import find_place
 
 if TYPE_CHECKING:
     from hydra_torchrun_launcher.outcomes import Ended
@@ -69,7 +71,7 @@ def main(*args: Any, **kwargs: Any) -> Callable[[TaskFunction], Any]:
     def decorate(task_function: TaskFunction) -> Callable[..., Any]:
         @functools.wraps(task_function)
         def in_hydra(config: Any) -> Any:
-            ended = _in_ranks(task_function, config)
+            ended = guard.in_charge and guard.in_charge.run_task(task_function, config)
             if ended is None:
                 return task_function(config)
             if ended.error is not None:
@@ -93,6 +95,11 @@ def main(*args: Any, **kwargs: Any) -> Callable[[TaskFunction], Any]:
 def _start(with_hydra: Callable[[], Any]) -> Any:
     """Start the app."""
     guard.starting()
+    place = find_place(os.environ)
+    if place is not None:
+        from hydra_torchrun_launcher import external
+
+        return external.run(place, with_hydra)
     charge = guard.in_charge = _Charge()
     try:
         return with_hydra()
@@ -104,12 +111,6 @@ def _start(with_hydra: Callable[[], Any]) -> Any:
         charge.close()
     signal.raise_signal(charge.signum)
     raise SystemExit(1)  # where the user's handler lets the app go on
-
-
-def _in_ranks(task_function: TaskFunction, config: Any) -> Ended | None:
-    """Run the task function in ranks, or do nothing if the run does not ask for them."""
-    charge: _Charge | None = guard.in_charge
-    return charge.run(task_function, config) if charge and _asks_for_ranks() else None
 
 
 def _asks_for_ranks() -> bool:
@@ -146,8 +147,10 @@ class _Charge:
             sys.stderr.write(f"{error}\n")
             raise SystemExit(1) from None
 
-    def run(self, task_function: TaskFunction, config: Any) -> Ended:
-        """Run the task function in ranks."""
+    def run_task(self, task_function: TaskFunction, config: Any) -> Ended | None:
+        """Run the task function in ranks; do nothing if the run does not ask for them."""
+        if not _asks_for_ranks():
+            return None
         if self._run is None:
             raise StartError(_NO_ENTRY)
         ended = self._run.run(task_function, config)

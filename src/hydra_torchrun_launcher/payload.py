@@ -250,10 +250,15 @@ def evaluate_cached_resolvers(config: Any) -> None:
     in the root's cache, which is copied and pickled with the config. A value that cannot be
     evaluated here is left to the rank that reads it.
     """
-    cached = {name for name, resolver in BaseContainer._resolvers.items() if _uses_cache(resolver)}  # noqa: SLF001
-    if cached:
-        raw = OmegaConf.to_container(config, resolve=False)
-        _evaluate(config, raw, tuple(f"${{{name}:" for name in cached))
+    marks = cached_resolvers_marks()
+    if marks:
+        _evaluate(config, OmegaConf.to_container(config, resolve=False), marks)
+
+
+def cached_resolvers_marks() -> tuple[str, ...]:
+    """Return how values that name a resolver with `use_cache=True` can be known, as in `${now:`."""
+    resolvers = BaseContainer._resolvers.items()  # noqa: SLF001
+    return tuple(f"${{{name}:" for name, resolver in resolvers if _uses_cache(resolver))
 
 
 def _uses_cache(resolver: Any) -> bool:

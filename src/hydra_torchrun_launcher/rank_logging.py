@@ -14,14 +14,19 @@ from omegaconf import OmegaConf
 from hydra_torchrun_launcher.job_files import rank_log_name
 
 
-def configure(work: Any, global_rank: int) -> None:
-    """Apply the job's logging, with a file of its own for every rank but the first."""
-    node = work.hydra_config.hydra
-    rank = (global_rank, work.label)
+def configure(hydra_config: Any, rank: tuple[int, str], whitelist: Any) -> None:
+    """Apply the job's logging, with a file of its own for every rank but the first.
+
+    Args:
+        hydra_config: HydraConfig's config.
+        rank: the global rank, and the job's label where it shares its directory.
+        whitelist: what hydra-core 1.4 may execute; None on 1.3.
+    """
+    node = hydra_config.hydra
     if node.job_logging is not None and node.job_logging.get("root") is None:
         # Then Hydra configures nothing for a job, and what it has for itself stays in force.
-        apply(node.hydra_logging, node.verbose, work.execution_whitelist, rank)
-    apply(node.job_logging, node.verbose, work.execution_whitelist, rank)
+        apply(node.hydra_logging, node.verbose, whitelist, rank)
+    apply(node.job_logging, node.verbose, whitelist, rank)
 
 
 def apply(job_logging: Any, verbose: Any, whitelist: Any, rank: tuple[int, str] = (0, "")) -> None:

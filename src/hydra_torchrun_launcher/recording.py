@@ -111,10 +111,10 @@ class Recorder:
 
     def _record_error(self, error: BaseException) -> None:
         """Write what is text first: pickling runs the user's code, which may end the process."""
-        header = _describe(error)
+        header = describe(error)
         fd = self._outcome.fileno()
         write_document(fd, {**header, "unsendable": "its process ended when it was pickled"})
-        _write_error_file(header, self._error_file)
+        write_error_file(header, self._error_file)
         if self._stderr_is_a_file:
             say(header["traceback"])
         try:
@@ -167,7 +167,8 @@ def _traceback(error: BaseException) -> str:
     return _guarded(text, "its traceback").replace("__mp_main__.", "").rstrip("\n") + "\n"
 
 
-def _describe(error: BaseException) -> dict[str, Any]:
+def describe(error: BaseException) -> dict[str, Any]:
+    """Return what can be said of an exception, as plain data."""
     _drop_own_frames(error)
     return {
         "status": "exit" if isinstance(error, SystemExit) else "raised",
@@ -229,7 +230,7 @@ def _pickle_error(error: BaseException) -> bytes:
     return body
 
 
-def _write_error_file(header: dict[str, Any], name: str) -> None:
+def write_error_file(header: dict[str, Any], name: str) -> None:
     """Write torchrun's error file, for people and for tools that read it."""
     if not name:
         return

@@ -90,7 +90,8 @@ def _run(program: dict[str, Any], body: bytes) -> Ending:
             _import_script(payload.Program(**program))
         work: payload.Work = inherited.work if inherited else pickle.loads(body)  # noqa: S301
         payload.restore(work)
-        rank_logging.configure(work, int(os.environ["RANK"]))
+        rank = (int(os.environ["RANK"]), work.label)
+        rank_logging.configure(work.hydra_config, rank, work.execution_whitelist)
         with rank_logging.execution_whitelist(work.execution_whitelist):
             return Ending(value=work.task(work.config))
     except SystemExit as leaving:

@@ -1,0 +1,138 @@
+"""Tells whether this process is a rank that torchrun or Slurm started, and which (in such a rank).
+
+Torchrun's variables are the common language; where Slurm started the rank, what is missing of them
+is taken from Slurm's.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_CANDIDATES = 16
+_PORTS = range(12_000, 32_000)
+"""Below those that Linux hands out by itself (32768 and more)."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place among the ranks that were started with it.
+
+    Attributes:
+        by: who started it, for messages.
+        rank: its number among all.
+        world_size: how many there are.
+        variables: torchrun's variables that were missing, but for the port.
+        host: where rank 0 can be reached.
+        port: the port that somebody has chosen for torch's store (MASTER_PORT), or None.
+        candidates: ports at which rank 0 may tell which it has, where nobody has chosen one.
+        token: what tells this start from any other that may use the same port.
+        attempt: how often torchrun has started the ranks again.
+        shares_store: whether the agent holds a store for its ranks at that port.
+    """
+
+    by: str
+    rank: int
+    world_size: int
+    variables: Mapping[str, str]
+    host: str
+    port: int | None
+    candidates: tuple[int, ...]
+    token: str
+    attempt: int
+    shares_store: bool
+
+    @property
+    def mark(self) -> str:
+        """What a rank writes into MARK, by which what it starts is known to be no rank itself."""
+        return f"{self.token}/{self.attempt}/{self.rank}"
+
+
+MARK = "HYDRA_TORCHRUN_RANK"
+"""Variable of ranks, by which an app that a rank starts knows that the rank's variables are not its
+own."""
+
+
+def find_place(environ: Mapping[str, str]) -> Place | None:
+    """Return this process's place, or None if it is nobody's rank."""
+    place = _find_place(environ)
+    return None if place is None or environ.get(MARK) == place.mark else place
+
+
+def _find_place(environ: Mapping[str, str]) -> Place | None:
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys() and (
+        "TORCHELASTIC_RUN_ID" in environ or int(environ["WORLD_SIZE"]) > 1
+    ):
+        return _by_variables(environ)
+    if "SLURM_PROCID" in environ and int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        return _by_slurm(environ)
+    return None
+
+
+def _by_variables(environ: Mapping[str, str]) -> Place:
+    elastic = "TORCHELASTIC_RUN_ID" in environ
+    return Place(
+        by="torchrun" if elastic else "whoever set RANK and WORLD_SIZE",
+        rank=int(environ["RANK"]),
+        world_size=int(environ["WORLD_SIZE"]),
+        variables={},
+        host=environ["MASTER_ADDR"],
+        port=int(environ["MASTER_PORT"]),
+        candidates=(),
+        token=environ.get("TORCHELASTIC_RUN_ID", ""),
+        attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        shares_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _by_slurm(environ: Mapping[str, str]) -> Place:
+    step = ".".join(
+        environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    )
+    node = int(environ.get("SLURM_NODEID", "0"))
+    nodes = int(environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1")))
+    per_node = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    first_host = "127.0.0.1" if nodes == 1 else _first_host(environ["SLURM_STEP_NODELIST"])
+    from_slurm = {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": str(per_node[node] if node < len(per_node) else 1),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(nodes),
+        "MASTER_ADDR": first_host,
+    }
+    known = {**from_slurm, **environ}
+    return Place(
+        by="srun",
+        rank=int(known["RANK"]),
+        world_size=int(known["WORLD_SIZE"]),
+        variables={name: value for name, value in from_slurm.items() if name not in environ},
+        host=known["MASTER_ADDR"],
+        port=int(environ["MASTER_PORT"]) if "MASTER_PORT" in environ else None,
+        candidates=tuple(_port(f"{step}.{number}") for number in range(_CANDIDATES)),
+        token=step,
+        attempt=0,
+        shares_store=False,
+    )
+
+
+def _port(text: str) -> int:
+    return _PORTS[zlib.crc32(text.encode()) % len(_PORTS)]
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Expand Slurm's short form: `2(x3),1` is 2, 2, 2, 1."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
+
+
+def _first_host(nodes: str) -> str:
+    """Return the first of Slurm's host list: `gpu[03-05,9],cpu1` begins with gpu03."""
+    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
+    if match is None:
+        return nodes
+    prefix, number, suffix = match.groups()
+    return f"{prefix}{number or ''}{suffix or ''}"

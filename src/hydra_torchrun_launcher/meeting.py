@@ -1,0 +1,149 @@
+"""Where ranks that others started meet before their task: a store of torch's, which their process
+group will use too (in such ranks).
+
+Every wait ends at a limit, and a signal ends it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from hydra_torchrun_launcher import greeting
+from hydra_torchrun_launcher.errors import StartError
+from hydra_torchrun_launcher.launched import Place
+
+LIMIT = "HYDRA_TORCHRUN_MEETING_S"
+"""Variable with the seconds that ranks wait for each other; 600 by default."""
+_SET_IT = f"(the variable {LIMIT} sets the limit)"
+_PREFIX = "hydra_torchrun_launcher"
+_LOOK_S = 0.02
+
+_kept: list[Any] = []
+"""The store, which the process group will use too, lives as long as the rank."""
+
+
+class Meeting:
+    """The store as one of the ranks sees it."""
+
+    def __init__(self, place: Place) -> None:
+        """Open the store in rank 0, or find it there.
+
+        Raises:
+            StartError: there is none within the limit, or rank 0 can open none.
+        """
+        self._place = place
+        self._limit_s = float(os.environ.get(LIMIT, "600"))
+        self.port = place.port or 0
+        hosts = place.rank == 0 and not place.shares_store
+        store = self._open() if hosts else self._find()
+        _kept.append(store)
+        self._store = PrefixStore(f"{_PREFIX}/{place.token}/{place.attempt}", store)
+
+    def tell(self, key: str, text: str = "") -> None:
+        """Set a key for the others."""
+        try:
+            self._store.set(key, text)
+        except RuntimeError as error:
+            raise self._lost() from error
+
+    def hear(self, key: str) -> str:
+        """Wait for a key and return its text."""
+        return self._wait_for([key], "rank 0 has not answered")[0]
+
+    def hear_all(self, key: str, limit_s: float | None = None) -> dict[int, str]:
+        """Wait for a key from every other rank and return the texts by rank."""
+        others = range(1, self._place.world_size)
+        names = [f"{key}/{rank}" for rank in others]
+        texts = self._wait_for(names, "not all ranks have answered", limit_s)
+        return dict(zip(others, texts, strict=True))
+
+    def _wait_for(
+        self, keys: Sequence[str], complaint: str, limit_s: float | None = None
+    ) -> list[str]:
+        limit_s = self._limit_s if limit_s is None else limit_s
+        try:
+            if _comes_true(lambda: self._store.check(list(keys)), limit_s):
+                return [bytes(self._store.get(key)).decode() for key in keys]
+            missing = ", ".join(key for key in keys if not self._store.check([key]))
+        except RuntimeError as error:
+            raise self._lost() from error
+        problem = f"{complaint} within {limit_s:g} s {_SET_IT}; missing: {missing}"
+        raise StartError(problem)
+
+    def _lost(self) -> StartError:
+        return StartError("rank 0 was lost before the task function could start; see its output")
+
+    def _open(self) -> Any:
+        try:
+            # Multi-tenant: the process group of this rank will open one at the same port.
+            store = self._make(is_master=True, multi_tenant=True)
+        except RuntimeError as error:
+            problem = (
+                f"rank 0 cannot listen at port {self.port} (MASTER_PORT): {_first_line(error)}"
+            )
+            raise StartError(problem) from None
+        if self._place.port is None:
+            self.port = store.port
+            missing = greeting.greet(self._place, self.port, self._limit_s)
+            if missing:
+                ranks = ", ".join(map(str, missing))
+                problem = f"ranks {ranks} did not come within {self._limit_s:g} s {_SET_IT}"
+                raise StartError(problem)
+        return store
+
+    def _find(self) -> Any:
+        found = _comes_true(self._is_there, self._limit_s)
+        if not found:
+            problem = (
+                f"rank {self._place.rank} found no rank 0 at {self._place.host} within "
+                f"{self._limit_s:g} s {_SET_IT}"
+            )
+            raise StartError(problem)
+        try:
+            return self._make(is_master=False)
+        except RuntimeError as error:
+            problem = f"rank 0's store at {self._place.host}:{self.port}: {_first_line(error)}"
+            raise StartError(problem) from None
+
+    def _is_there(self) -> bool:
+        if self._place.port is None:
+            self.port = greeting.find(self._place) or 0
+            return bool(self.port)
+        try:
+            socket.create_connection((self._place.host, self.port), self._limit_s).close()
+        except OSError:
+            return False
+        return True
+
+    def _make(self, **settings: Any) -> Any:
+        # Torch waits for ever for an answer from whatever else may listen there.
+        faulthandler.dump_traceback_later(self._limit_s, exit=True)
+        try:
+            return TCPStore(
+                self._place.host, self.port, None, timeout=timedelta(seconds=self._limit_s),
+                wait_for_workers=False, **settings,
+            )  # fmt: skip
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _comes_true(condition: Callable[[], bool], limit_s: float) -> bool:
+    """Look again and again: torch's own waits cannot be interrupted, and warn when they end."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_S)
+    return True
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]

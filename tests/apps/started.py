@@ -1,0 +1,107 @@
+"""An app by our decorator, for ranks that torchrun or Slurm start; each writes what it sees."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import rank_records
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+import hydra_torchrun_launcher
+
+log = logging.getLogger(__name__)
+
+
+class Color(Enum):
+    RED = 1
+    BLUE = 2
+
+
+@dataclass
+class Size:
+    width: int = 3
+    color: Color = Color.RED
+    path: Path = Path("somewhere")
+
+
+def dangerous() -> str:
+    """End this rank while it composes, if the test wants that."""
+    if os.environ.get("DIES_COMPOSING"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "safe"
+
+
+ConfigStore.instance().store(name="size", group="size", node=Size)
+MORE = json.loads(os.environ.get("MORE", "{}"))
+ConfigStore.instance().store(name="more", group="more", node=MORE)
+OmegaConf.register_new_resolver("cached_in_script", random.random, use_cache=True)
+OmegaConf.register_new_resolver("dangerous", dangerous)
+if os.environ.get("DIES_AT_IMPORT"):
+    sys.exit("dies at import")
+
+
+def await_records() -> None:
+    """Wait for the others of this attempt: a rank that fails ends them."""
+    deadline = time.monotonic() + 60
+    files = f"task.{os.environ.get('TORCHELASTIC_RESTART_COUNT')}.*.json"
+    while len(list(Path(os.environ["RANK_RECORDS"]).glob(files))) < int(os.environ["WORLD_SIZE"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@hydra_torchrun_launcher.main(version_base="1.3", config_path=".", config_name="started")
+def main(cfg: DictConfig) -> Any:
+    size = OmegaConf.to_object(cfg.size)
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    total = None
+    if cfg.reduce:
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        ranks = torch.tensor([float(dist.get_rank())])
+        dist.all_reduce(ranks)
+        total = ranks.item()
+        dist.destroy_process_group()
+    log.info("told by rank %s", os.environ["RANK"])
+    rank_records.write(
+        "task",
+        attempt=attempt,
+        config=OmegaConf.to_yaml(cfg),
+        moment=cfg.moment,
+        once=cfg.once,
+        mine=cfg.mine,
+        size=[type(size).__name__, size.width, size.color.name, str(size.path)],
+        size_is_ours=isinstance(size, Size) and size.color in (Color.RED, Color.BLUE),
+        hydra=OmegaConf.to_yaml(HydraConfig.get()),
+        output_dir=HydraConfig.get().runtime.output_dir,
+        set_by_job=os.environ.get("SET_BY_JOB"),
+        cwd=os.getcwd(),
+        env={k: v for k, v in os.environ.items() if k.isupper()},
+        total=total,
+    )
+    if cfg.get("nested"):
+        command = [sys.executable, __file__, f"hydra.run.dir=nested{os.environ['RANK']}"]
+        subprocess.run(command, check=True, timeout=60)
+    if os.environ["RANK"] == "1" and attempt < cfg.fail_until:
+        await_records()
+        raise ValueError("asked to fail")
+    return 3
+
+
+if __name__ == "__main__":
+    main()
+    print("after main")

@@ -1,0 +1,260 @@
+"""Ranks that torchrun or Slurm started, in an app by `hydra_torchrun_launcher.main`: one config,
+one output directory, and nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import APPS, HANG_S, Sweep, send
+from running import read_records
+
+from hydra_torchrun_launcher.launched import find_place
+
+pytestmark = pytest.mark.hydra_versions
+FAKES = Path(__file__).parent / "fakes"
+Start = Callable[..., Sweep]
+
+
+def torchrun(ranks: int, *options: str) -> str:
+    return f"-m torch.distributed.run --nproc_per_node={ranks} --log-dir=logs {' '.join(options)}"
+
+
+def srun(*per_node: int) -> str:
+    tasks = ",".join(map(str, per_node))
+    return f"{FAKES / 'srun.py'} {tasks} {sys.executable}"
+
+
+@pytest.fixture
+def start(sweep: Start, tmp_path: Path) -> Start:
+    """Start the app by a starter; its output directory is `out` unless a test says otherwise."""
+    records = tmp_path / "records"
+    records.mkdir()
+
+    def run(starter: str, *overrides: str, environ: dict[str, str] | None = None) -> Sweep:
+        command = f"-B {starter} {APPS / 'started.py'}"
+        own = {"RANK_RECORDS": str(records), **(environ or {})}
+        return sweep(command, *overrides, launcher=None, nproc=0, flags=(), sweep_dir=None,
+                     environ=own)  # fmt: skip
+
+    return run
+
+
+def seen(tmp_path: Path, count: int) -> list[dict[str, Any]]:
+    found = sorted(read_records(tmp_path / "records"), key=lambda record: record["rank"])
+    assert [record["rank"] for record in found] == list(range(count))
+    return found
+
+
+STARTERS = {
+    "torchrun 2": (torchrun(2), 2),
+    "torchrun 4": (torchrun(4), 4),
+    "srun": (srun(2), 2),
+    "srun on two nodes": (srun(2, 1), 3),
+}
+
+
+@pytest.mark.parametrize("starter", STARTERS, ids=lambda name: name.replace(" ", "_"))
+def test_ranks_share_config_and_directory(start: Start, tmp_path: Path, starter: str) -> None:
+    """Rank 0 composes and writes Hydra's files; every rank sees its values with its own types."""
+    command, count = STARTERS[starter]
+    run = start(
+        command, "size.width=7", "size.color=BLUE", "hydra.job.chdir=true", "reduce=true",
+    ).wait()  # fmt: skip
+    assert run.status == 0, run.output
+    ranks = seen(tmp_path, count)
+    first = ranks[0]
+    (directory,) = run.directory.glob("outputs/*/*")
+    for number, rank in enumerate(ranks):
+        assert rank["output_dir"] == rank["cwd"] == str(directory)
+        for name in ("config", "moment", "once", "hydra", "set_by_job"):
+            assert rank[name] == first[name], name
+        assert rank["size"] == ["Size", 7, "BLUE", "somewhere"]
+        assert rank["size_is_ours"]
+        assert rank["mine"] == str(number)  # read where it is
+        assert rank["total"] == sum(range(count))
+        log = "started.log" if number == 0 else f"started.rank{number}.log"
+        assert f"told by rank {number}" in (directory / log).read_text()
+        assert (directory / log).read_text().count("told by rank") == 1
+    assert (directory / ".hydra/config.yaml").exists()
+    assert run.output.count("after main") == count
+    expected = {"WORLD_SIZE": str(count), "MASTER_ADDR": first["env"]["MASTER_ADDR"],
+                "MASTER_PORT": first["env"]["MASTER_PORT"]}  # fmt: skip
+    for rank in ranks:
+        assert {name: rank["env"][name] for name in expected} == expected
+    places = [(rank["env"]["GROUP_RANK"], rank["env"]["LOCAL_RANK"],
+               rank["env"]["LOCAL_WORLD_SIZE"]) for rank in ranks]  # fmt: skip
+    if starter == "srun on two nodes":
+        assert places == [("0", "0", "2"), ("0", "1", "2"), ("1", "0", "1")]
+
+
+def test_callbacks_run_in_rank_0(start: Start) -> None:
+    """The run's callbacks are called once, with rank 0's value."""
+    run = start(
+        torchrun(2), "+hydra.callbacks.recorder._target_=recorder.Recorder", "hydra.sweep.dir=."
+    ).wait()
+    assert run.status == 0, run.output
+    assert [(job["status"], job["text"]) for job in run.jobs()] == [("COMPLETED", "3")]
+
+
+@pytest.mark.parametrize("shared", ["0", "1"])
+def test_restarted_ranks_meet_the_same_directory(start: Start, tmp_path: Path, shared: str) -> None:
+    """Ranks that torchrun starts again go on where the first were, wherever its store is."""
+    run = start(
+        torchrun(2, "--max-restarts=2"), "fail_until=2", "hydra.run.dir='out $ \"${now:%f}\" of'",
+        environ={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": shared},
+    ).wait()  # fmt: skip
+    assert run.status == 0, run.output
+    found = read_records(tmp_path / "records")
+    assert sorted((record["attempt"], record["rank"]) for record in found) == [
+        (attempt, rank) for attempt in range(3) for rank in range(2)
+    ]
+    assert len({record["output_dir"] for record in found}) == 1
+    for attempt in range(3):
+        assert len({record["moment"] for record in found if record["attempt"] == attempt}) == 1
+    assert len(list(run.directory.glob("out*"))) == 1
+
+
+@pytest.mark.parametrize("starter", [torchrun(2), srun(2)], ids=["torchrun", "srun"])
+def test_failing_rank(start: Start, starter: str) -> None:
+    """A rank's exception is shown once, without frames of ours, and torchrun names it too."""
+    run = start(starter, "fail_until=9").wait()
+    assert run.status == 1
+    assert run.output.count("\nTraceback (most recent call last):\n  File") >= 1
+    assert run.output.count('    raise ValueError("asked to fail")') == (
+        1 if "srun" in starter else 2  # torchrun's summary
+    )
+    assert "hydra_torchrun_launcher/" not in run.output
+
+
+LEAVING = {
+    "typo": (["sise=3"], 1, "Could not override 'sise'"),
+    "help": (["--help"], 0, "is powered by Hydra"),
+    "cfg": (["--cfg", "job"], 0, "fail_until: 0"),
+    "multirun": (["-m", "size.width=1,2"], 1, "start it once, without"),
+    "mode": (["hydra.mode=MULTIRUN", "size.width=1,2"], 1, "start it once, without"),
+    "setting": (["--config-dir", "not there"], 1, "not found"),
+}
+
+
+@pytest.mark.parametrize("starter", [torchrun(2), srun(2)], ids=["torchrun", "srun"])
+@pytest.mark.parametrize("case", LEAVING)
+def test_runs_that_come_to_no_task(start: Start, tmp_path: Path, starter: str, case: str) -> None:
+    """What Hydra says instead of running is said once, and all ranks leave with one status."""
+    arguments, status, said = LEAVING[case]
+    run = start(starter, *arguments).wait()
+    assert run.status == status, run.output
+    assert run.output.count(said) == 1, run.output
+    assert read_records(tmp_path / "records") == []
+    assert not list(run.directory.glob("outputs"))
+    assert not list(run.directory.glob("multirun"))
+    if status and "srun" not in starter:
+        assert run.output.count("exitcode  : 1 ") == 2, run.output
+
+
+def test_chosen_launcher_starts_no_ranks_in_ranks(start: Start, tmp_path: Path) -> None:
+    """An app that chooses our launcher runs in the ranks that are there."""
+    run = start(torchrun(2), "hydra/launcher=torchrun", "hydra.launcher.nproc_per_node=4").wait()
+    assert run.status == 0, run.output
+    seen(tmp_path, 2)
+
+
+def test_app_started_by_a_rank_is_no_rank(start: Start, tmp_path: Path) -> None:
+    """An app that a rank runs as a program of its own waits for nobody."""
+    run = start(torchrun(2), "+nested=true").wait()
+    assert run.status == 0, run.output
+    assert len(read_records(tmp_path / "records")) == 4
+
+
+def test_ports_of_others(start: Start, tmp_path: Path) -> None:
+    """A port at which a stranger listens, silent or of our kind, is passed over by all ranks."""
+    job = f"{os.getpid()}{time.monotonic_ns() % 1000}"
+    environ = {"SLURM_JOB_ID": job}
+    place = find_place({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0",
+                        **environ})  # fmt: skip
+    assert place is not None
+    silent, stranger = place.candidates[:2]
+    with (
+        socket.create_server(("127.0.0.1", silent)),
+        socket.create_server(("127.0.0.1", stranger)) as other,
+    ):
+        run = start(srun(2), "reduce=true", environ=environ)
+        other.settimeout(HANG_S)
+        connection, _ = other.accept()
+        with connection:
+            connection.recv(1000)
+            connection.sendall(json.dumps({"token": "another", "port": 1}).encode())
+        run.wait()
+    assert run.status == 0, run.output
+    ports = {rank["env"]["MASTER_PORT"] for rank in seen(tmp_path, 2)}
+    assert len(ports) == 1
+    assert not ports & {str(silent), str(stranger)}
+
+
+def test_rank_0_that_dies_composing(start: Start) -> None:
+    """The others leave at once and say that rank 0 was lost."""
+    run = start(srun(3), "+x=${dangerous:}", "hydra.run.dir=${x}",
+                environ={"RANK_0_DIES_COMPOSING": "1"}).wait()  # fmt: skip
+    assert run.status != 0
+    assert run.output.count("rank 0 was lost before the task function could start") == 2, run.output
+
+
+def test_rank_that_dies_before_the_task(start: Start, tmp_path: Path) -> None:
+    """Under srun, which ends no other task, the rest wait no longer than the limit."""
+    environ = {"RANK_1_DIES_AT_IMPORT": "1", "HYDRA_TORCHRUN_MEETING_S": "5"}
+    run = start(srun(3), environ=environ).wait()
+    assert run.status == 1
+    assert "ranks 1 did not come within 5 s" in run.output
+    assert not list(run.directory.glob("outputs"))
+    assert read_records(tmp_path / "records") == []
+
+
+def test_rank_0_that_never_comes(start: Start) -> None:
+    """Ranks look for rank 0 no longer than the limit."""
+    environ = {"RANK_0_DIES_AT_IMPORT": "1", "HYDRA_TORCHRUN_MEETING_S": "3"}
+    run = start(srun(2), environ=environ).wait()
+    assert run.status == 1
+    assert "rank 1 found no rank 0 at 127.0.0.1" in run.output
+
+
+def test_interrupt_while_ranks_wait(start: Start) -> None:
+    """A rank that waits for rank 0 answers Ctrl-C."""
+    run = start(srun(2), environ={"RANK_0_DIES_AT_IMPORT": "1"})
+    run.await_text("dies at import")
+    waiting = psutil.Process(run.popen.pid).children()[1]
+    send(waiting, signal.SIGINT)
+    run.wait()
+
+
+def test_configs_of_another_structure(start: Start, tmp_path: Path) -> None:
+    """Where a rank composes something else, the keys are named, and no rank runs the task."""
+    environ = {"RANK_0_MORE": '{"a": 1, "shared": 1}', "RANK_1_MORE": '{"b": 1, "shared": [1]}'}
+    run = start(srun(2), "+more=more", environ=environ).wait()
+    assert run.status == 1
+    line = next(line for line in run.output.splitlines() if "another structure" in line)
+    for part in ("rank 1: ", "more.a is only in rank 0's", "more.b is only in this rank's",
+                 "more.shared is a int in rank 0's and a list here"):  # fmt: skip
+        assert part in line
+    assert read_records(tmp_path / "records") == []
+
+
+@pytest.mark.soak
+def test_twenty_runs(start: Start, tmp_path: Path) -> None:
+    """Each of 20 runs under torchrun has one directory and one value."""
+    for _ in range(20):
+        run = start(torchrun(2)).wait()
+        assert run.status == 0, run.output
+        assert len(list(run.directory.glob("outputs/*/*"))) == 1
+    found = read_records(tmp_path / "records")
+    values = {(record["output_dir"], record["moment"], record["once"]) for record in found}
+    assert (len(found), len(values)) == (40, 20)
