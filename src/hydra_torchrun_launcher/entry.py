@@ -25,6 +25,8 @@ from hydra_torchrun_launcher.errors import JobStoppedError, LauncherError, Start
 from hydra_torchrun_launcher.launched import find_place
 
 if TYPE_CHECKING:
+    from hydra.core.utils import JobReturn
+
     from hydra_torchrun_launcher.outcomes import Ended
     from hydra_torchrun_launcher.single import SingleRun
 
@@ -157,7 +159,10 @@ class _Charge:
         self._error = ended.error
         return ended
 
-    def on_job_end(self) -> None:
+    def on_job_end(self, job_return: JobReturn) -> None:
         """Take our own frames from our own errors: hydra-core 1.4 would show them."""
         if isinstance(self._error, LauncherError):
+            from hydra_torchrun_launcher.hydra_job import add_remote_traceback
+
             self._error.__traceback__ = None
+            add_remote_traceback(job_return, self._error)

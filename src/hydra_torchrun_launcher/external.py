@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -105,7 +106,7 @@ class _Rank:
     def on_run_start(self, config: Any) -> None:
         """Start no ranks: this is one."""
 
-    def on_job_end(self) -> None:
+    def on_job_end(self, job_return: Any) -> None:
         """Nothing is left to do."""
 
 
@@ -129,8 +130,10 @@ class _Leader(_Rank):
         """Let the others end as this rank does, if they wait for a job still."""
         if self._told:
             return
-        self._tell({"leave": _status(error)})
+        status = _status(error)
+        self._tell({"leave": status})
         if error is None or isinstance(error, SystemExit | Exception):  # nobody is in a hurry
+            _insist_on(status)
             with suppress(StartError):
                 self._meeting.hear_all(_LEFT, _LEAVE_S if self._place.shares_store else None)
 
@@ -182,10 +185,16 @@ class _Follower(_Rank):
         """Wait for rank 0's word; leave as it leaves, or run the task with its config."""
         self._job = tagged.loads(self._meeting.hear(_JOB))
         if "leave" in self._job:
-            self._meeting.tell(f"{_LEFT}/{self._place.rank}")
-            return _leave(self._job["leave"])
+            return self._leave(self._job["leave"])
         with _in_place_of_hydras_run(self._run_app):
             return with_hydra()
+
+    def _leave(self, status: int | None) -> None:
+        """Leave as rank 0 does."""
+        _insist_on(status)
+        self._meeting.tell(f"{_LEFT}/{self._place.rank}")
+        if status is not None:
+            raise SystemExit(status)
 
     def _run_app(self, _: Callable[..., Any], **arguments: Any) -> None:
         hydra, config_name = arguments["hydra"], arguments["config_name"]
@@ -243,6 +252,13 @@ def _run_and_leave(task_function: TaskFunction, config: Any) -> None:
         raise SystemExit(1) from None
 
 
+def _insist_on(status: int | None) -> None:
+    """Leave with this status, although torchrun ends the others when one rank has left with it."""
+    if status:
+        with suppress(ValueError):  # no handlers outside the main thread
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def _status(error: BaseException | None) -> int | None:
     """Return the status with which rank 0 leaves; None where it goes on after `main`."""
     if error is None:
@@ -250,11 +266,6 @@ def _status(error: BaseException | None) -> int | None:
     if not isinstance(error, SystemExit):
         return 1
     return error.code if isinstance(error.code, int) else int(error.code is not None)
-
-
-def _leave(status: int | None) -> None:
-    if status is not None:
-        raise SystemExit(status)
 
 
 def _shared_variables(env_set: dict[str, Any]) -> dict[str, str]:

@@ -46,7 +46,7 @@ class Hook(Enum):
     on_job_start = "on_job_start"
     on_job_end = "on_job_end"
 
-    def __call__(self, *, config: Any, **_: Any) -> None:
+    def __call__(self, *, config: Any, job_return: Any = None, **_: Any) -> None:
         """End a single run before any work, or let `main` do it; do nothing at all other hooks.
 
         Raises:
@@ -55,7 +55,7 @@ class Hook(Enum):
         if in_charge is not None and self is Hook.on_run_start:
             in_charge.on_run_start(config)
         elif in_charge is not None and self is Hook.on_job_end:
-            in_charge.on_job_end()
+            in_charge.on_job_end(job_return)
         elif self is Hook.on_run_start and config.hydra.launcher.guard:
             sys.stderr.write(_MESSAGE)
             raise SystemExit(1)

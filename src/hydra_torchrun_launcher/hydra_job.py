@@ -124,7 +124,7 @@ class HydraJob:
         result.return_value = ended.value if error is None else error
         result.status = JobStatus.COMPLETED if error is None else JobStatus.FAILED
         if error is not None:
-            _add_remote_traceback(result, error)
+            add_remote_traceback(result, error)
         hydra = self.config.hydra
         whitelist = getattr(self._context, "execution_whitelist", None)
         with self._state(), rank_logging.execution_whitelist(whitelist):
@@ -175,7 +175,7 @@ def _facts(node: Any) -> Any:
         return object()
 
 
-def _add_remote_traceback(result: JobReturn, error: BaseException) -> None:
+def add_remote_traceback(result: JobReturn, error: BaseException) -> None:
     """Put the traceback beside the exception as data, as hydra-core 1.4's run_job does.
 
     1.3 has no such fields, 1.4 no public way to fill them; test_seams.py fails if they move.
