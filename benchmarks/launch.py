@@ -1,8 +1,9 @@
 """Measure what the launcher costs, as shares of torchrun's cost for the same app.
 
-Each round runs three commands one after another: torchrun, a sweep of one job and a sweep of
-eleven. A ratio is formed within its round, so that a machine that changes speed between rounds
-changes both its sides. CPU seconds are those of every process that a command started.
+Each round runs its commands one after another: torchrun, a sweep of one job, a sweep of eleven,
+and with our decorator a single run and torchrun. A ratio is formed within its round, so that a
+machine that changes speed between rounds changes both its sides. CPU seconds are those of every
+process that a command started.
 """
 
 import argparse
@@ -48,6 +49,17 @@ def sweep(jobs: int) -> list[str]:
     return [sys.executable, str(APP), "-m", *launcher, f"+job={numbers}"]
 
 
+def with_our_main(command: Sequence[str]) -> list[str]:
+    """Return the command for the app with our decorator."""
+    return ["env", "BENCHMARK_MAIN=ours", *command]
+
+
+def single_run() -> list[str]:
+    """Return the command for a single run in ranks."""
+    launcher = ["hydra/launcher=torchrun", f"hydra.launcher.nproc_per_node={RANKS}"]
+    return with_our_main([sys.executable, str(APP), *launcher])
+
+
 def measure(command: Sequence[str]) -> Cost:
     """Run a command in an empty directory, under a process that inherits and counts its orphans."""
     meter = [sys.executable, __file__, "--meter", *command]
@@ -81,16 +93,19 @@ def _reap() -> bool:
 
 @dataclass(frozen=True)
 class Round:
-    """The costs of one round's three commands."""
+    """The costs of one round's commands."""
 
     torchrun: Cost
     one_job: Cost
     many_jobs: Cost
+    single_run: Cost
+    torchrun_with_ours: Cost
 
     @classmethod
     def run(cls, number: int) -> "Round":
         """Measure a round; every other one runs its commands in the opposite order."""
         commands = [torchrun(), sweep(1), sweep(1 + FURTHER_JOBS)]
+        commands += [single_run(), with_our_main(torchrun())]
         if number % 2:
             return cls(*reversed([measure(command) for command in reversed(commands)]))
         return cls(*map(measure, commands))
@@ -115,6 +130,8 @@ def table(rounds: Sequence[Round]) -> str:
         "torchrun": lambda r: r.torchrun,
         "sweep of one job": lambda r: r.one_job,
         "each further job": lambda r: r.further_job,
+        "single run": lambda r: r.single_run,
+        "torchrun, our main": lambda r: r.torchrun_with_ours,
     }
     clocks: dict[str, Callable[[Cost], float]] = {
         "wall": lambda cost: cost.wall_s,

@@ -19,6 +19,7 @@ from hydra.core.utils import JobReturn, configure_log, run_job, setup_globals
 from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
 
+from hydra_torchrun_launcher import rank_logging
 from hydra_torchrun_launcher.payload import evaluate_cached_resolvers, resolvers
 from hydra_torchrun_launcher.pickling import dumps
 
@@ -57,6 +58,12 @@ def test_hydra_names() -> None:
         inspect.signature(run_job).parameters
     )
     assert callable(importlib.import_module("hydra.main")._run_hydra)
+    run_app = importlib.import_module("hydra._internal.utils")._run_app
+    arguments = {"multirun", "mode", "hydra", "config_name", "task_function", "overrides"}
+    assert arguments <= set(inspect.signature(run_app).parameters)
+    if "execution_whitelist" in inspect.signature(hydra.main).parameters:  # hydra-core >= 1.4
+        assert rank_logging.active_whitelist() is not None
+        assert hasattr(utils, "_log_job_error_to_file")
     assert list(inspect.signature(Hydra.__init__).parameters) == [
         "self",
         "task_name",

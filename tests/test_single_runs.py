@@ -127,6 +127,47 @@ def test_bad_setting_of_a_single_run(sweep: Run) -> None:
     assert not (run.directory / "0").exists()
 
 
+def test_directory_that_cannot_be_made(sweep: Run) -> None:
+    """A run directory that cannot be made is refused in a sentence."""
+    run = sweep("faults.py", "hydra.run.dir=console.txt/x", single=True).wait()
+    assert run.status == 1
+    assert "hydra.run.dir=console.txt/x: " in run.output
+    assert "console.txt is no directory that can be written to" in run.output
+    assert "Traceback" not in run.output
+
+
+def test_script_without_a_guard(sweep: Run, tmp_path: Path) -> None:
+    """A script that calls its main function at its top level runs as many tasks as it has ranks."""
+    environ = {"RANK_RECORDS": str(tmp_path)}
+    run = sweep("unguarded.py", single=True, environ=environ).wait()
+    assert run.status == 0, run.output
+    assert [record["rank"] for record in read_records(tmp_path)] == [0, 1]
+
+
+def test_interrupt_while_the_server_starts(sweep: Run) -> None:
+    """Ctrl-C works while torch is imported."""
+    run = sweep("faults.py", "hydra.launcher.preload=[never_loaded]", single=True)
+    run.await_file("loading")
+    run.await_file("0/.hydra/overrides.yaml")
+    send(run.popen, signal.SIGINT)
+    assert run.wait().status == -signal.SIGINT, run.output
+
+
+def test_other_launchers_and_plain_runs(sweep: Run) -> None:
+    """Without our launcher the decorator is Hydra's: one process, its help, its config."""
+    alone = {"APP_MAIN": "ours"}
+    run = sweep("guarded.py", launcher=None, nproc=0, flags=[], environ=alone).wait()
+    assert (run.status, "ran in rank None" in run.output) == (0, True), run.output
+    for flags, said in ((["--help"], "Powered by Hydra"), (["--cfg", "hydra"], "launcher:"),
+                        (["--info", "plugins"], "TorchrunLauncher"),
+                        (["-m"], "ran in rank None")):  # fmt: skip
+        run = sweep(
+            "guarded.py", launcher=None, nproc=0, flags=flags, environ=alone,
+            sweep_dir=None if flags != ["-m"] else "",
+        ).wait()  # fmt: skip
+        assert (run.status, said in run.output) == (0, True), run.output
+
+
 def test_sweep_by_our_decorator(sweep: Run) -> None:
     """With -m all is as with Hydra's own decorator."""
     run = sweep("faults.py", "point=0,1", environ={"APP_MAIN": "ours"}).wait()

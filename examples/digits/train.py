@@ -1,8 +1,11 @@
 """Train a classifier of handwritten digits, in one process or in many ranks.
 
-python train.py                                                         one process
+python train.py                                                            one process
+python train.py hydra/launcher=torchrun hydra.launcher.nproc_per_node=2    two ranks
 python train.py -m hydra/launcher=torchrun hydra.launcher.nproc_per_node=2 optimizer=sgd,adam
-                                                                        two jobs of two ranks
+                                                                           two jobs of two ranks
+torchrun --nproc_per_node=2 train.py                                       two ranks of torchrun's
+srun --ntasks=2 python train.py                                            two ranks of Slurm's
 """
 
 import logging
@@ -12,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import hydra
 import torch
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
@@ -23,6 +25,8 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import hydra_torchrun_launcher
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +148,7 @@ def fit(cfg: DictConfig, world: World) -> float:
     return accuracy(model, valid, world)
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+@hydra_torchrun_launcher.main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg: DictConfig) -> float:
     """Run one job; every rank returns the same number."""
     with join_world() as world:

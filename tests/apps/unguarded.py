@@ -1,11 +1,11 @@
 """A script whose last line is not under `if __name__ == "__main__"`."""
 
-import hydra
+import either
 import rank_records
 from omegaconf import DictConfig
 
 
-@hydra.main(version_base=None)
+@either.main(version_base=None)
 def main(_cfg: DictConfig) -> None:
     """Record."""
     rank_records.write("task")
