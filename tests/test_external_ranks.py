@@ -24,6 +24,7 @@ from hydra_torchrun_launcher.launched import find_place
 pytestmark = pytest.mark.hydra_versions
 FAKES = Path(__file__).parent / "fakes"
 Start = Callable[..., Sweep]
+RESTARTS = "--max-restarts=2"
 
 
 def torchrun(ranks: int, *options: str) -> str:
@@ -33,6 +34,10 @@ def torchrun(ranks: int, *options: str) -> str:
 def srun(*per_node: int) -> str:
     tasks = ",".join(map(str, per_node))
     return f"{FAKES / 'srun.py'} {tasks} {sys.executable}"
+
+
+def two_nodes(ranks: int, *options: str) -> str:
+    return f"{FAKES / 'two_nodes.py'} {ranks} {'+'.join(('--max-restarts=0', *options))}"
 
 
 @pytest.fixture
@@ -59,6 +64,7 @@ def seen(tmp_path: Path, count: int) -> list[dict[str, Any]]:
 STARTERS = {
     "torchrun 2": (torchrun(2), 2),
     "torchrun 4": (torchrun(4), 4),
+    "torchrun on two nodes": (two_nodes(1), 2),
     "srun": (srun(2), 2),
     "srun on two nodes": (srun(2, 1), 3),
 }
@@ -108,20 +114,25 @@ def test_callbacks_run_in_rank_0(start: Start) -> None:
 
 
 @pytest.mark.parametrize("shared", ["0", "1"])
-def test_restarted_ranks_meet_the_same_directory(start: Start, tmp_path: Path, shared: str) -> None:
+@pytest.mark.parametrize(
+    "starter", [torchrun(2, RESTARTS), two_nodes(1, RESTARTS)], ids=["one_node", "two_nodes"]
+)
+def test_restarted_ranks_meet_the_same_directory(
+    start: Start, tmp_path: Path, starter: str, shared: str
+) -> None:
     """Ranks that torchrun starts again go on where the first were, wherever its store is."""
     run = start(
-        torchrun(2, "--max-restarts=2"), "fail_until=2", "hydra.run.dir='out $ \"${now:%f}\" of'",
+        starter, "fail_until=2", "hold=true", "hydra.run.dir='out $ \"${now:%f}\" of'",
         environ={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": shared},
     ).wait()  # fmt: skip
     assert run.status == 0, run.output
     found = read_records(tmp_path / "records")
-    assert sorted((record["attempt"], record["rank"]) for record in found) == [
-        (attempt, rank) for attempt in range(3) for rank in range(2)
+    assert sorted((record["failures"], record["rank"]) for record in found) == [
+        (failures, rank) for failures in range(3) for rank in range(2)
     ]
     assert len({record["output_dir"] for record in found}) == 1
-    for attempt in range(3):
-        assert len({record["moment"] for record in found if record["attempt"] == attempt}) == 1
+    for failures in range(3):
+        assert len({record["moment"] for record in found if record["failures"] == failures}) == 1
     assert len(list(run.directory.glob("out*"))) == 1
 
 

@@ -91,7 +91,7 @@ class _Rank:
 
     def _output_dir_of_an_earlier_attempt(self) -> str | None:
         folder = self._torchruns_folder
-        if self._place.attempt == 0 or folder is None or not (folder / _OUTPUT_DIR).exists():
+        if folder is None or not (folder / _OUTPUT_DIR).exists():
             return None
         return (folder / _OUTPUT_DIR).read_text(errors="surrogateescape")
 

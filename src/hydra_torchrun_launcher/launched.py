@@ -29,7 +29,6 @@ class Place:
         port: the port that somebody has chosen for torch's store (MASTER_PORT), or None.
         candidates: ports at which rank 0 may tell which it has, where nobody has chosen one.
         token: what tells this start from any other that may use the same port.
-        attempt: how often torchrun has started the ranks again.
         shares_store: whether the agent holds a store for its ranks at that port.
     """
 
@@ -41,13 +40,12 @@ class Place:
     port: int | None
     candidates: tuple[int, ...]
     token: str
-    attempt: int
     shares_store: bool
 
     @property
     def mark(self) -> str:
         """What a rank writes into MARK, by which what it starts is known to be no rank itself."""
-        return f"{self.token}/{self.attempt}/{self.rank}"
+        return f"{self.token}/{self.port}/{self.rank}"
 
 
 MARK = "HYDRA_TORCHRUN_RANK"
@@ -82,7 +80,6 @@ def _by_variables(environ: Mapping[str, str]) -> Place:
         port=int(environ["MASTER_PORT"]),
         candidates=(),
         token=environ.get("TORCHELASTIC_RUN_ID", ""),
-        attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         shares_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
@@ -114,7 +111,6 @@ def _by_slurm(environ: Mapping[str, str]) -> Place:
         port=int(environ["MASTER_PORT"]) if "MASTER_PORT" in environ else None,
         candidates=tuple(_port(f"{step}.{number}") for number in range(_CANDIDATES)),
         token=step,
-        attempt=0,
         shares_store=False,
     )
 

@@ -10,9 +10,10 @@ import faulthandler
 import os
 import socket
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
@@ -23,8 +24,11 @@ from hydra_torchrun_launcher.launched import Place
 LIMIT = "HYDRA_TORCHRUN_MEETING_S"
 """Variable with the seconds that ranks wait for each other; 600 by default."""
 _SET_IT = f"(the variable {LIMIT} sets the limit)"
+_NOT_COME = f"ranks {{ranks}} did not come within {{limit:g}} s {_SET_IT}"
 _PREFIX = "hydra_torchrun_launcher"
 _LOOK_S = 0.02
+
+T = TypeVar("T")
 
 _kept: list[Any] = []
 """The store, which the process group will use too, lives as long as the rank."""
@@ -45,14 +49,47 @@ class Meeting:
         hosts = place.rank == 0 and not place.shares_store
         store = self._open() if hosts else self._find()
         _kept.append(store)
-        self._store = PrefixStore(f"{_PREFIX}/{place.token}/{place.attempt}", store)
+        self._store = PrefixStore(_PREFIX, store)
+        meet = self._gather if place.rank == 0 else self._come
+        self._store = PrefixStore(f"{_PREFIX}/{meet()}", store)
+
+    def _gather(self) -> str:
+        """Wait for the others, and name this meeting.
+
+        Torchrun's store keeps what ranks before a restart have written, and its number of restarts
+        differs from node to node: only words that nobody has used before tell ranks of one start.
+        """
+        name = uuid.uuid4().hex
+        asked = {f"ask/{rank}": "" for rank in range(1, self._place.world_size)}
+        missing = {f"here/{name}/{rank}": rank for rank in range(1, self._place.world_size)}
+
+        def answer() -> bool:
+            for key, answered in asked.items():
+                if self._store.check([key]):
+                    word = bytes(self._store.get(key)).decode()
+                    if word != answered:
+                        asked[key] = word
+                        self._store.set(f"answer/{word}", name)
+            for key in [key for key in missing if self._store.check([key])]:
+                del missing[key]
+            return not missing
+
+        if not self._guarded(lambda: _comes_true(answer, self._limit_s)):
+            ranks = ", ".join(map(str, missing.values()))
+            raise StartError(_NOT_COME.format(ranks=ranks, limit=self._limit_s))
+        return name
+
+    def _come(self) -> str:
+        """Tell rank 0 that this rank is there, and learn the meeting's name."""
+        word = uuid.uuid4().hex
+        self.tell(f"ask/{self._place.rank}", word)
+        name = self.hear(f"answer/{word}")
+        self.tell(f"here/{name}/{self._place.rank}")
+        return name
 
     def tell(self, key: str, text: str = "") -> None:
         """Set a key for the others."""
-        try:
-            self._store.set(key, text)
-        except RuntimeError as error:
-            raise self._lost() from error
+        self._guarded(lambda: self._store.set(key, text))
 
     def hear(self, key: str) -> str:
         """Wait for a key and return its text."""
@@ -69,17 +106,24 @@ class Meeting:
         self, keys: Sequence[str], complaint: str, limit_s: float | None = None
     ) -> list[str]:
         limit_s = self._limit_s if limit_s is None else limit_s
-        try:
+
+        def listen() -> list[str] | None:
             if _comes_true(lambda: self._store.check(list(keys)), limit_s):
                 return [bytes(self._store.get(key)).decode() for key in keys]
-            missing = ", ".join(key for key in keys if not self._store.check([key]))
-        except RuntimeError as error:
-            raise self._lost() from error
-        problem = f"{complaint} within {limit_s:g} s {_SET_IT}; missing: {missing}"
-        raise StartError(problem)
+            return None
 
-    def _lost(self) -> StartError:
-        return StartError("rank 0 was lost before the task function could start; see its output")
+        heard = self._guarded(listen)
+        if heard is None:
+            problem = f"{complaint} within {limit_s:g} s {_SET_IT}"
+            raise StartError(problem)
+        return heard
+
+    def _guarded(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except RuntimeError as error:
+            problem = "rank 0 was lost before the task function could start; see its output"
+            raise StartError(problem) from error
 
     def _open(self) -> Any:
         try:
@@ -95,8 +139,7 @@ class Meeting:
             missing = greeting.greet(self._place, self.port, self._limit_s)
             if missing:
                 ranks = ", ".join(map(str, missing))
-                problem = f"ranks {ranks} did not come within {self._limit_s:g} s {_SET_IT}"
-                raise StartError(problem)
+                raise StartError(_NOT_COME.format(ranks=ranks, limit=self._limit_s))
         return store
 
     def _find(self) -> Any:

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 import hydra_torchrun_launcher
 
 log = logging.getLogger(__name__)
+FOLDER = Path(os.environ["RANK_RECORDS"])
 
 
 class Color(Enum):
@@ -53,11 +54,10 @@ if os.environ.get("DIES_AT_IMPORT"):
     sys.exit("dies at import")
 
 
-def await_records() -> None:
-    """Wait for the others of this attempt: a rank that fails ends them."""
+def await_records(count: int) -> None:
+    """Wait for the others' records: a rank that fails ends them."""
     deadline = time.monotonic() + 60
-    files = f"task.{os.environ.get('TORCHELASTIC_RESTART_COUNT')}.*.json"
-    while len(list(Path(os.environ["RANK_RECORDS"]).glob(files))) < int(os.environ["WORLD_SIZE"]):
+    while len(list(FOLDER.glob("task.*.json"))) < count:
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -65,7 +65,7 @@ def await_records() -> None:
 @hydra_torchrun_launcher.main(version_base="1.3", config_path=".", config_name="started")
 def main(cfg: DictConfig) -> Any:
     size = OmegaConf.to_object(cfg.size)
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    failures = len(list(FOLDER.glob("failed.*")))
     total = None
     if cfg.reduce:
         import torch
@@ -79,7 +79,7 @@ def main(cfg: DictConfig) -> Any:
     log.info("told by rank %s", os.environ["RANK"])
     rank_records.write(
         "task",
-        attempt=attempt,
+        failures=failures,
         config=OmegaConf.to_yaml(cfg),
         moment=cfg.moment,
         once=cfg.once,
@@ -96,9 +96,12 @@ def main(cfg: DictConfig) -> Any:
     if cfg.get("nested"):
         command = [sys.executable, __file__, f"hydra.run.dir=nested{os.environ['RANK']}"]
         subprocess.run(command, check=True, timeout=60)
-    if os.environ["RANK"] == "1" and attempt < cfg.fail_until:
-        await_records()
+    if os.environ["RANK"] == "1" and failures < cfg.fail_until:
+        await_records((failures + 1) * int(os.environ["WORLD_SIZE"]))
+        (FOLDER / f"failed.{failures}").touch()
         raise ValueError("asked to fail")
+    while cfg.hold and failures < cfg.fail_until:  # as in a collective with the rank that failed
+        time.sleep(0.1)
     return 3
 
 
