@@ -20,8 +20,6 @@ Run = Callable[..., Sweep]
 THREE_JOBS = "point=0,1,2"
 QUICK = "hydra.launcher.shutdown_timeout=3"
 
-pytestmark = pytest.mark.hydra_versions
-
 FAILING = {
     "raise": ("ScriptError", "raised on purpose"),
     "surrogate": ("ScriptError", "lone \udc80"),
@@ -67,6 +65,7 @@ def result(run: Sweep, fault: str) -> dict[str, object]:
     return jobs[faults.index(fault)]
 
 
+@pytest.mark.hydra_versions
 @pytest.mark.parametrize("fault", FAILING)
 def test_failing_rank(matrix: Sweep, fault: str) -> None:
     """A rank that fails fails its job, and its own cause and place are said."""
@@ -86,6 +85,7 @@ def test_failing_rank(matrix: Sweep, fault: str) -> None:
     assert len(console) == 1
 
 
+@pytest.mark.hydra_versions
 def test_other_jobs_keep_their_results(matrix: Sweep) -> None:
     """Jobs after a failed one run, and all results stand in their place."""
     jobs = matrix.jobs()
@@ -94,6 +94,7 @@ def test_other_jobs_keep_their_results(matrix: Sweep) -> None:
     assert matrix.status == 1
 
 
+@pytest.mark.hydra_versions
 @pytest.mark.parametrize("fault", FINE)
 def test_rank_that_is_no_failure(matrix: Sweep, fault: str) -> None:
     """`sys.exit(0)` in a rank, a hang in its exit and a child left behind fail nothing."""
@@ -107,6 +108,7 @@ def test_rank_that_hangs_at_exit_is_named(matrix: Sweep) -> None:
     assert f"Job #{number}: rank 1 returned but did not leave in time" in matrix.output
 
 
+@pytest.mark.hydra_versions
 def test_exception_keeps_its_traceback(matrix: Sweep) -> None:
     """An exception comes back with the rank's own frames; the job's log has it and its cause."""
     job = result(matrix, "chained")
@@ -116,6 +118,7 @@ def test_exception_keeps_its_traceback(matrix: Sweep) -> None:
     assert "ScriptError: the second" in job_log
 
 
+@pytest.mark.hydra_versions
 def test_log_with_what_cannot_be_encoded(matrix: Sweep) -> None:
     """A message that no stream can encode is escaped, on the console and in the job's log."""
     job = result(matrix, "surrogate")
@@ -133,6 +136,7 @@ def test_rank_that_fails_because_it_was_stopped_is_no_failure(matrix: Sweep) -> 
     assert "raised when it was told to leave" not in matrix.output
 
 
+@pytest.mark.hydra_versions
 def test_final_traceback_points_at_no_wrong_word(matrix: Sweep) -> None:
     """The traceback that Hydra prints at the end has lines and no marks under them; the one of the
     rank itself, printed when it failed, has Python's own.
@@ -151,6 +155,7 @@ def assert_only_job_1_failed(run: Sweep) -> dict[str, object]:
     return jobs[1]
 
 
+@pytest.mark.hydra_versions
 def test_values_of_rank_0(sweep: Run) -> None:
     """Rank 0's value comes back as it is, or its job says which type cannot be sent; the rank that
     raised is the cause, not the one that lost its connection by it.
@@ -196,6 +201,7 @@ def test_app_started_with_signals_blocked(sweep: Run) -> None:
     assert_only_job_1_failed(run.wait())
 
 
+@pytest.mark.hydra_versions
 @pytest.mark.parametrize("kind", ["agent", "keeper"])
 def test_killed_process_of_a_job(sweep: Run, kind: str) -> None:
     """When the agent or the keeper of a job is killed, that job fails and names it."""
@@ -227,6 +233,7 @@ def test_killed_launching_process(sweep: Run) -> None:
     assert len(run.jobs()) == 1
 
 
+@pytest.mark.hydra_versions
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_stops_job_and_sweep(sweep: Run, signum: int) -> None:
     """A signal in job 2 of 5 ends it as failed, callbacks included, and the rest of the sweep; the
@@ -340,6 +347,7 @@ def test_store_is_on_loopback_only(sweep: Run) -> None:
     assert ports == ["127.0.0.1"]
 
 
+@pytest.mark.hydra_versions
 def test_last_attempt_is_the_cause(sweep: Run) -> None:
     """A job that fails for good names its last attempt; earlier ones are said as restarts."""
     run = sweep(

@@ -13,7 +13,6 @@ from conftest import Sweep, processes_with, send
 from hydra_torchrun_launcher.job_files import claim_attempt
 
 Run = Callable[..., Sweep]
-pytestmark = pytest.mark.hydra_versions
 QUICK = "hydra.launcher.shutdown_timeout=3"
 
 FAILING = {
