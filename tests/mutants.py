@@ -101,7 +101,6 @@ MUTANTS = [
     Mutant("external", 'arguments["overrides"].append(f"hydra.run.dir={quoted}")', "pass", "test_external_ranks.py::test_restarted_ranks_meet_the_same_directory[one_node-1]"),
     Mutant("external", '**self._job["env_set"]', "**{}", "test_external_ranks.py::test_ranks_share_config_and_directory[srun]"),
     Mutant("external", "recording.write_error_file(recording.describe(error), self._error_file)", "pass", "test_external_ranks.py::test_failing_rank[torchrun]"),
-    Mutant("external", "_insist_on(status)\n            with", "with", "test_external_ranks.py::test_runs_that_come_to_no_task[torchrun-typo]"),
     Mutant("external", "os.environ.update({**place.variables, MARK: place.mark})", "os.environ.update(place.variables)", "test_external_ranks.py::test_app_started_by_a_rank_is_no_rank"),
     Mutant("greeting", 'if answer["token"] == place.token:', "if True:", "test_external_ranks.py::test_ports_of_others"),
     Mutant("meeting", "raise StartError(problem) from error", "raise", "test_external_ranks.py::test_rank_0_that_dies_composing"),

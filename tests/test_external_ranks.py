@@ -184,7 +184,7 @@ def test_app_started_by_a_rank_is_no_rank(start: Start, tmp_path: Path) -> None:
     """An app that a rank runs as a program of its own waits for nobody."""
     run = start(torchrun(2), "+nested=true").wait()
     assert run.status == 0, run.output
-    assert len(read_records(tmp_path / "records")) == 4
+    assert len(read_records(tmp_path / "records")) == 3
 
 
 def test_ports_of_others(start: Start, tmp_path: Path) -> None:

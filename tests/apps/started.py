@@ -93,8 +93,8 @@ def main(cfg: DictConfig) -> Any:
         env={k: v for k, v in os.environ.items() if k.isupper()},
         total=total,
     )
-    if cfg.get("nested"):
-        command = [sys.executable, __file__, f"hydra.run.dir=nested{os.environ['RANK']}"]
+    if cfg.get("nested") and os.environ["RANK"] == "1":
+        command = [sys.executable, __file__, "hydra.run.dir=nested"]
         subprocess.run(command, check=True, timeout=60)
     if os.environ["RANK"] == "1" and failures < cfg.fail_until:
         await_records((failures + 1) * int(os.environ["WORLD_SIZE"]))
