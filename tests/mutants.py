@@ -97,7 +97,7 @@ MUTANTS = [
     Mutant("single", 'JobRunner(config, "hydra.run.dir")', 'JobRunner(config, "hydra.sweep.dir")', "test_single_runs.py::test_directory_that_cannot_be_made"),
     Mutant("entry", "raise SystemExit(1) from None", "pass", "test_single_runs.py::test_bad_setting_of_a_single_run"),
     Mutant("payload", "decorator._run_hydra = guard.starting = stop", "decorator._run_hydra = stop", "test_single_runs.py::test_script_without_a_guard"),
-    Mutant("external", '"caches": [OmegaConf.get_cache(each) for each in (config, hydra_config)],', '"caches": [{}, {}],', "test_external_ranks.py::test_ranks_share_config_and_directory[srun]"),
+    Mutant("external", '"caches": caches,', '"caches": [{}, {}],', "test_external_ranks.py::test_ranks_share_config_and_directory[srun]"),
     Mutant("external", 'arguments["overrides"].append(f"hydra.run.dir={quoted}")', "pass", "test_external_ranks.py::test_restarted_ranks_meet_the_same_directory[one_node-1]"),
     Mutant("external", '**self._job["env_set"]', "**{}", "test_external_ranks.py::test_ranks_share_config_and_directory[srun]"),
     Mutant("external", "recording.write_error_file(recording.describe(error), self._error_file)", "pass", "test_external_ranks.py::test_failing_rank[torchrun]"),

@@ -131,14 +131,16 @@ def test_restarted_ranks_meet_the_same_directory(
         (failures, rank) for failures in range(3) for rank in range(2)
     ]
     assert len({record["output_dir"] for record in found}) == 1
-    for failures in range(3):
-        assert len({record["moment"] for record in found if record["failures"] == failures}) == 1
+    for name in ("moment", "once"):
+        assert len({record[name] for record in found}) == 1, "a value changed with a restart"
     assert len(list(run.directory.glob("out*"))) == 1
 
 
 @pytest.mark.parametrize("starter", [torchrun(2), srun(2)], ids=["torchrun", "srun"])
 def test_failing_rank(start: Start, starter: str) -> None:
-    """A rank's exception is shown once, without frames of ours, and torchrun names it too."""
+    """A rank's exception is shown once, without frames of ours, and torchrun names it too; it also
+    stands in the rank's log.
+    """
     run = start(starter, "fail_until=9").wait()
     assert run.status == 1
     assert run.output.count("\nTraceback (most recent call last):\n  File") >= 1
@@ -146,6 +148,26 @@ def test_failing_rank(start: Start, starter: str) -> None:
         1 if "srun" in starter else 2  # torchrun's summary
     )
     assert "hydra_torchrun_launcher/" not in run.output
+    assert run.output.count("Error executing job in rank 1\nTraceback") == 1
+    (log,) = run.directory.glob("outputs/*/*/started.rank1.log")
+    assert log.read_text().count("ValueError: asked to fail") == 1
+
+
+def test_failing_rank_0(start: Start) -> None:
+    """Rank 0's exception is shown as Hydra shows it, once, and logged once."""
+    run = start(torchrun(1), "fail_until=9", "fails_in=0").wait()
+    assert run.status == 1
+    assert "Error executing job with overrides: ['fail_until=9', 'fails_in=0']" in run.output
+    (log,) = run.directory.glob("outputs/*/*/started.log")
+    assert log.read_text().count("ValueError: asked to fail") == 1
+
+
+def test_limit_that_is_no_number(start: Start) -> None:
+    """A limit that cannot work is refused in a sentence."""
+    run = start(srun(2), environ={"HYDRA_TORCHRUN_MEETING_S": "soon"}).wait()
+    assert run.status == 1
+    assert run.output.count("HYDRA_TORCHRUN_MEETING_S=soon: expected seconds") == 2
+    assert "Traceback" not in run.output
 
 
 LEAVING = {
@@ -225,7 +247,7 @@ def test_rank_that_dies_before_the_task(start: Start, tmp_path: Path) -> None:
     environ = {"RANK_1_DIES_AT_IMPORT": "1", "HYDRA_TORCHRUN_MEETING_S": "5"}
     run = start(srun(3), environ=environ).wait()
     assert run.status == 1
-    assert "ranks 1 did not come within 5 s" in run.output
+    assert "not all ranks came within 5 s" in run.output
     assert not list(run.directory.glob("outputs"))
     assert read_records(tmp_path / "records") == []
 

@@ -36,6 +36,17 @@ def test_single_run_is_stopped_before_any_work(sweep: Run) -> None:
     assert {path.name for path in run.directory.iterdir()} == {"console.txt"}
 
 
+def test_rank_of_torchrun_gets_other_advice(sweep: Run) -> None:
+    """In a rank that torchrun started, -m would be no remedy."""
+    torchrun = (
+        f"-B -m torch.distributed.run --nproc_per_node=1 --log-dir=logs {APPS / 'guarded.py'}"
+    )
+    run = sweep(torchrun, flags=[], sweep_dir=None).wait()
+    assert run.status == 1
+    assert "torchrun has started this process as a rank already" in run.output
+    assert "ran in rank" not in run.output
+
+
 @pytest.mark.parametrize(
     ("flags", "override", "said"),
     [

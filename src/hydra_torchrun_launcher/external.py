@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -24,6 +25,7 @@ from omegaconf import OmegaConf, open_dict, read_write
 
 from hydra_torchrun_launcher import guard, overlay, payload, rank_logging, recording, tagged
 from hydra_torchrun_launcher.errors import LauncherError, StartError, printable
+from hydra_torchrun_launcher.hydra_job import hydra_logs_failures, log_to_files
 from hydra_torchrun_launcher.launched import MARK, Place
 from hydra_torchrun_launcher.meeting import Meeting
 from hydra_torchrun_launcher.outcomes import Ended
@@ -32,12 +34,13 @@ _JOB, _READY, _GO, _LEFT = "job", "ready", "go", "left"
 _LEAVE_S = 30
 """How long rank 0 waits for others to hear that it leaves, where they can hear it later too."""
 _NO_SWEEP = (
-    "{by} has started this app in {count} ranks, and each would run the whole sweep (-m, or "
-    "hydra.mode=MULTIRUN): start it once, without {by}, and with hydra/launcher=torchrun, which "
-    "starts the ranks of every job\n"
+    "{by} has started this app as a job's ranks (WORLD_SIZE={count}), and each would run the whole "
+    "sweep (-m, or hydra.mode=MULTIRUN): start it once, without {by}, and with "
+    "hydra/launcher=torchrun, which starts the ranks of every job\n"
 )
-_OUTPUT_DIR = "hydra_output_dir"
-"""File in torchrun's own log folder by which restarted ranks meet the output directory again."""
+_KEPT = "hydra_job.json"
+"""File in torchrun's own log folder by which restarted ranks meet the output directory again, and
+the values that an earlier attempt's ranks shared."""
 
 
 def run(place: Place, with_hydra: Callable[[], Any]) -> Any:
@@ -81,19 +84,20 @@ class _Rank:
         is_known = len(folders) > 2 and folders[1].name.startswith("attempt_")  # noqa: PLR2004
         return folders[2] if is_known else None
 
-    def _keep_output_dir(self, output_dir: str) -> None:
+    def _keep(self, output_dir: str, caches: list[Any]) -> None:
+        """Write down what ranks that torchrun starts again must find as it was."""
         folder = self._torchruns_folder
         if folder is not None:
-            with suppress(OSError):  # then ranks that start again get a directory of their own
-                unfinished = folder / f"{_OUTPUT_DIR}.{self._place.rank}"
-                unfinished.write_text(output_dir, errors="surrogateescape")
-                unfinished.replace(folder / _OUTPUT_DIR)
+            with suppress(OSError):  # then they get a directory of their own
+                unfinished = folder / f"{_KEPT}.{self._place.rank}"
+                unfinished.write_text(tagged.dumps({"output_dir": output_dir, "caches": caches}))
+                unfinished.replace(folder / _KEPT)
 
-    def _output_dir_of_an_earlier_attempt(self) -> str | None:
+    def _kept(self) -> dict[str, Any]:
         folder = self._torchruns_folder
-        if folder is None or not (folder / _OUTPUT_DIR).exists():
-            return None
-        return (folder / _OUTPUT_DIR).read_text(errors="surrogateescape")
+        if folder is None or not (folder / _KEPT).exists():
+            return {}
+        return dict(tagged.loads((folder / _KEPT).read_text()))
 
     def run_task(self, task_function: TaskFunction, config: Any) -> Ended:
         """Run the task function; leave word of its failure where torchrun looks for it."""
@@ -101,6 +105,8 @@ class _Rank:
             return Ended(task_function(config))
         except Exception as error:  # noqa: BLE001 - raised again, without the frames of ours
             recording.write_error_file(recording.describe(error), self._error_file)
+            if self._place.rank > 0 or not hydra_logs_failures():
+                log_to_files(logging.ERROR, f"Rank {self._place.rank} failed", error)
             return Ended(error=error)
 
     def on_run_start(self, config: Any) -> None:
@@ -142,23 +148,27 @@ class _Leader(_Rank):
             by, count = self._place.by, self._place.world_size
             sys.stderr.write(_NO_SWEEP.format(by=by, count=count))
             raise SystemExit(1)
-        before = self._output_dir_of_an_earlier_attempt()
-        if before is not None:
-            quoted = QuotedString(before, Quote.single).with_quotes()
+        kept = self._kept()
+        if kept:
+            quoted = QuotedString(kept["output_dir"], Quote.single).with_quotes()
             arguments["overrides"].append(f"hydra.run.dir={quoted}")
         original(**arguments)
 
     def run_task(self, task_function: TaskFunction, config: Any) -> Ended:
         """Tell the others all that the task sees here, and run it when they are ready."""
         hydra_config: Any = HydraConfig.instance().cfg
-        for each in (config, hydra_config):
+        configs = (config, hydra_config)
+        for each, cache in zip(configs, self._kept().get("caches", ()), strict=False):
+            OmegaConf.set_cache(each, cache)
+        for each in configs:
             payload.evaluate_cached_resolvers(each)
         hydra = hydra_config.hydra
-        self._keep_output_dir(hydra.runtime.output_dir)
+        caches = [OmegaConf.get_cache(each) for each in configs]
+        self._keep(hydra.runtime.output_dir, caches)
         self._tell({
             "config": overlay.raw(config),
             "hydra": overlay.raw(hydra),
-            "caches": [OmegaConf.get_cache(each) for each in (config, hydra_config)],
+            "caches": caches,
             "overrides": [*hydra.overrides.hydra, *hydra.overrides.task],
             "working_dir": os.getcwd(),
             "env_set": _shared_variables(overlay.raw(hydra.job.env_set)),
@@ -214,7 +224,15 @@ class _Follower(_Rank):
         if self._meeting.hear(_GO):
             raise SystemExit(1)
         with self._surroundings():
-            _run_and_leave(arguments["task_function"], task_config)
+            self._run_and_leave(arguments["task_function"], task_config)
+
+    def _run_and_leave(self, task_function: TaskFunction, config: Any) -> None:
+        try:
+            task_function(config)
+        except Exception as error:  # noqa: BLE001 - shown as Hydra shows rank 0's
+            trace = recording.describe(error)["traceback"]
+            recording.say(f"Error executing job in rank {self._place.rank}\n{trace}")
+            raise SystemExit(1) from None
 
     def _become_rank_0s(self, config: Any) -> Any:
         """Set Hydra's state as it is in rank 0; return the task's config."""
@@ -235,21 +253,13 @@ class _Follower(_Rank):
         output_dir = Path(hydra.runtime.output_dir)
         output_dir.mkdir(parents=True, exist_ok=True)
         if os.environ.get("LOCAL_RANK") == "0":
-            self._keep_output_dir(str(output_dir))
+            self._keep(str(output_dir), self._job["caches"])
         if self._job["working_dir"] == os.path.realpath(output_dir):
             os.chdir(output_dir)
         with env_override({**hydra.job.env_set, **self._job["env_set"]}):
             whitelist = rank_logging.active_whitelist()
             rank_logging.configure(HydraConfig.instance().cfg, (self._place.rank, ""), whitelist)
             yield
-
-
-def _run_and_leave(task_function: TaskFunction, config: Any) -> None:
-    try:
-        task_function(config)
-    except Exception as error:  # noqa: BLE001 - shown as Hydra shows rank 0's
-        recording.say(recording.describe(error)["traceback"])
-        raise SystemExit(1) from None
 
 
 def _insist_on(status: int | None) -> None:

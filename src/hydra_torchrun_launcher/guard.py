@@ -8,6 +8,7 @@ Imported by every Hydra app in the environment (through the door): no heavy impo
 
 from __future__ import annotations
 
+import os
 import sys
 from enum import Enum
 from typing import Any
@@ -22,6 +23,15 @@ a single run, which would be one process. Choose one:
     hydra.launcher.guard=false, on the command line or in the config.
 """
 
+
+_IN_RANKS = """\
+hydra/launcher=torchrun starts no ranks here: torchrun has started this process as a rank already.
+Choose one:
+  - start the app without torchrun, and with -m (or hydra.mode=MULTIRUN);
+  - start it by torchrun, without hydra/launcher=torchrun, and put @hydra_torchrun_launcher.main in
+    the place of @hydra.main: then the ranks share one config and one output directory;
+  - to let every rank run Hydra by itself, set hydra.launcher.guard=false.
+"""
 
 TASK = "_torchrun_task"
 """Attribute of what `hydra_torchrun_launcher.main` hands to Hydra: the user's function."""
@@ -57,7 +67,8 @@ class Hook(Enum):
         elif in_charge is not None and self is Hook.on_job_end:
             in_charge.on_job_end(job_return)
         elif self is Hook.on_run_start and config.hydra.launcher.guard:
-            sys.stderr.write(_MESSAGE)
+            started = "TORCHELASTIC_RUN_ID" in os.environ
+            sys.stderr.write(_IN_RANKS if started else _MESSAGE)
             raise SystemExit(1)
 
 

@@ -189,6 +189,11 @@ def add_remote_traceback(result: JobReturn, error: BaseException) -> None:
             setattr(result, field, getattr(utils, serialize)(subject))
 
 
+def hydra_logs_failures() -> bool:
+    """Tell whether Hydra itself logs what a task function raises: since 1.4."""
+    return hasattr(utils, "_log_job_error_to_file")
+
+
 def log_ended(job: str, hydra: Any, ended: Ended, whitelist: Any) -> None:
     """Put the job's logging in force again and write to its log how it ended.
 
@@ -201,9 +206,9 @@ def log_ended(job: str, hydra: Any, ended: Ended, whitelist: Any) -> None:
     try:
         rank_logging.apply(hydra.job_logging, hydra.verbose, whitelist)
         for text in ended.restarts:
-            _log_to_files(logging.WARNING, f"{job}: {text}")
+            log_to_files(logging.WARNING, f"{job}: {text}")
         if ended.error is not None:
-            _log_to_files(logging.ERROR, f"{job} failed", ended.error)
+            log_to_files(logging.ERROR, f"{job} failed", ended.error)
     except Exception as problem:  # noqa: BLE001 - its directory is gone or full
         log.warning("%s: its log cannot be written: %s", job, problem.__cause__ or problem)
 
@@ -213,8 +218,8 @@ def _locale() -> str:
     return locale.getpreferredencoding(do_setlocale=False)
 
 
-def _log_to_files(level: int, text: str, error: BaseException | None = None) -> None:
-    """Write to the job's log only: the console has had it when it happened."""
+def log_to_files(level: int, text: str, error: BaseException | None = None) -> None:
+    """Write to the log files only: the console has had it when it happened."""
     trace = (type(error), error, error.__traceback__) if error is not None else None
     record = log.makeRecord(__package__, level, __file__, 0, printable(text, _locale()), (), trace)
     if trace is not None:

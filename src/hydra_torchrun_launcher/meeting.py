@@ -24,9 +24,10 @@ from hydra_torchrun_launcher.launched import Place
 LIMIT = "HYDRA_TORCHRUN_MEETING_S"
 """Variable with the seconds that ranks wait for each other; 600 by default."""
 _SET_IT = f"(the variable {LIMIT} sets the limit)"
-_NOT_COME = f"ranks {{ranks}} did not come within {{limit:g}} s {_SET_IT}"
+_NOT_COME = f"not all ranks came within {{limit:g}} s {_SET_IT}; missing: {{ranks}}"
 _PREFIX = "hydra_torchrun_launcher"
 _LOOK_S = 0.02
+_LONGEST_S = 86_400
 
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ class Meeting:
             StartError: there is none within the limit, or rank 0 can open none.
         """
         self._place = place
-        self._limit_s = float(os.environ.get(LIMIT, "600"))
+        self._limit_s = _limit_s()
         self.port = place.port or 0
         hosts = place.rank == 0 and not place.shares_store
         store = self._open() if hosts else self._find()
@@ -186,6 +187,18 @@ def _comes_true(condition: Callable[[], bool], limit_s: float) -> bool:
             return False
         time.sleep(_LOOK_S)
     return True
+
+
+def _limit_s() -> float:
+    text = os.environ.get(LIMIT, "600")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < _LONGEST_S:
+        problem = f"{LIMIT}={text}: expected seconds, a number from 0 to {_LONGEST_S}"
+        raise StartError(problem)
+    return seconds
 
 
 def _first_line(error: Exception) -> str:

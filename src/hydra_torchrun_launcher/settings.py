@@ -141,7 +141,11 @@ def _contradictions(parsed: dict[str, Any]) -> list[str]:
     if (nodes and nodes != (least, most)) or least > most:
         return [f"hydra.launcher.{said}: they contradict each other; set nnodes alone"]
     if most > 1:
-        return [f"hydra.launcher.{said}: this version runs a job on one node only"]
+        return [
+            f"hydra.launcher.nnodes={_spelled((least, most))} (or min_nodes, max_nodes): the "
+            "launcher starts ranks on one node only; torchrun and srun start them on several, for "
+            "an app with hydra_torchrun_launcher.main"
+        ]
     rank = parsed.get("node_rank") or 0
     if rank >= most:
         return [f"hydra.launcher.node_rank={rank}: expected a number below the number of nodes, 1"]
@@ -149,7 +153,10 @@ def _contradictions(parsed: dict[str, Any]) -> list[str]:
 
 
 def _spelled(nodes: tuple[int, int] | None) -> str:
-    return "null" if nodes is None else f"{nodes[0]}:{nodes[1]}"
+    if nodes is None:
+        return "null"
+    least, most = nodes
+    return str(least) if least == most else f"{least}:{most}"
 
 
 def _require(condition: object) -> None:

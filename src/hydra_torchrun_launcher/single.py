@@ -11,14 +11,13 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from hydra.core import utils
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobRuntime, configure_log, setup_globals
 from hydra.types import TaskFunction
 
 from hydra_torchrun_launcher import payload, rank_logging
-from hydra_torchrun_launcher.hydra_job import log_ended
+from hydra_torchrun_launcher.hydra_job import hydra_logs_failures, log_ended
 from hydra_torchrun_launcher.outcomes import Ended
 from hydra_torchrun_launcher.plans import Begun
 from hydra_torchrun_launcher.runner import JobRunner
@@ -74,8 +73,6 @@ class SingleRun:
             ended = self._jobs.run(begun, watch)
             self.signum = watch.received
             self.close()
-        # hydra-core 1.4 logs what the task function raises; 1.3 does not.
-        hydra_logs = hasattr(utils, "_log_job_error_to_file")
-        logged = replace(ended, error=None) if hydra_logs else ended
+        logged = replace(ended, error=None) if hydra_logs_failures() else ended
         log_ended(begun.name, hydra, logged, whitelist)
         return ended

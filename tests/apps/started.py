@@ -96,7 +96,7 @@ def main(cfg: DictConfig) -> Any:
     if cfg.get("nested") and os.environ["RANK"] == "1":
         command = [sys.executable, __file__, "hydra.run.dir=nested"]
         subprocess.run(command, check=True, timeout=60)
-    if os.environ["RANK"] == "1" and failures < cfg.fail_until:
+    if os.environ["RANK"] == str(cfg.fails_in) and failures < cfg.fail_until:
         await_records((failures + 1) * int(os.environ["WORLD_SIZE"]))
         (FOLDER / f"failed.{failures}").touch()
         raise ValueError("asked to fail")
