@@ -141,11 +141,12 @@ def _contradictions(parsed: dict[str, Any]) -> list[str]:
     if (nodes and nodes != (least, most)) or least > most:
         return [f"hydra.launcher.{said}: they contradict each other; set nnodes alone"]
     if most > 1:
-        return [
+        problem = (
             f"hydra.launcher.nnodes={_spelled((least, most))} (or min_nodes, max_nodes): the "
             "launcher starts ranks on one node only; torchrun and srun start them on several, for "
             "an app with hydra_torchrun_launcher.main"
-        ]
+        )
+        return [problem]
     rank = parsed.get("node_rank") or 0
     if rank >= most:
         return [f"hydra.launcher.node_rank={rank}: expected a number below the number of nodes, 1"]
