@@ -103,7 +103,7 @@ def test_nodes_that_scripts_add(sweep: Run) -> None:
     assert run.status == 0, run.output
     run = sweep("faults.py", "+hydra.launcher.nnodes=2", "hydra.launcher.max_nodes=2").wait()
     assert run.status == 1
-    assert "nnodes=2:2, min_nodes=2, max_nodes=2: this version runs a job on one node" in run.output
+    assert "nnodes=2 (or min_nodes, max_nodes): the launcher starts ranks on one node" in run.output
 
 
 @pytest.mark.hydra_versions
