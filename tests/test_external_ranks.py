@@ -202,11 +202,28 @@ def test_chosen_launcher_starts_no_ranks_in_ranks(start: Start, tmp_path: Path) 
     seen(tmp_path, 2)
 
 
-def test_app_started_by_a_rank_is_no_rank(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("starter", [torchrun(2), srun(2)], ids=["torchrun", "srun"])
+def test_app_started_by_a_rank_is_no_rank(start: Start, tmp_path: Path, starter: str) -> None:
     """An app that a rank runs as a program of its own waits for nobody."""
-    run = start(torchrun(2), "+nested=true").wait()
+    run = start(starter, "+nested=true").wait()
     assert run.status == 0, run.output
     assert len(read_records(tmp_path / "records")) == 3
+
+
+@pytest.mark.parametrize("starter", [torchrun(2), srun(2)], ids=["torchrun", "srun"])
+def test_two_task_functions_in_a_row(sweep: Start, tmp_path: Path, starter: str) -> None:
+    """A script may call several decorated functions: each is a job of all ranks."""
+    run = sweep(
+        f"-B {starter} {APPS / 'twice.py'}", "hydra.run.dir='out/${now:%f}'", launcher=None,
+        nproc=0, flags=(), sweep_dir=None, environ={"RANK_RECORDS": str(tmp_path)},
+    ).wait()  # fmt: skip
+    assert run.status == 0, run.output
+    found = read_records(tmp_path)
+    assert [(each["kind"], each["rank"]) for each in found] == [
+        ("first", 0), ("first", 1), ("second", 0), ("second", 1),
+    ]  # fmt: skip
+    directories = [each["output_dir"] for each in found]
+    assert directories[0] == directories[1] != directories[2] == directories[3]
 
 
 def test_ports_of_others(start: Start, tmp_path: Path) -> None:

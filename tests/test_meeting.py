@@ -179,7 +179,7 @@ def test_first_host(nodes: str, first: str) -> None:
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"},  # a batch script
         {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"},
         {"RANK": "0", "WORLD_SIZE": "4"},
-        {**TORCHRUN, MARK: "none/29400/1"},  # started by such a rank
+        {**TORCHRUN, MARK: "none/29400/1/0"},  # started by such a rank
     ],
 )
 def test_nobodys_rank(environ: Mapping[str, str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import itertools
 import logging
 import os
 import signal
@@ -38,9 +39,10 @@ _NO_SWEEP = (
     "sweep (-m, or hydra.mode=MULTIRUN): start it once, without {by}, and with "
     "hydra/launcher=torchrun, which starts the ranks of every job\n"
 )
-_KEPT = "hydra_job.json"
-"""File in torchrun's own log folder by which restarted ranks meet the output directory again, and
-the values that an earlier attempt's ranks shared."""
+_KEPT = "hydra_job_{}.json"
+"""Files in torchrun's own log folder, one for each call of `main`, by which restarted ranks meet
+the output directory again, and the values that an earlier attempt's ranks shared."""
+_calls = itertools.count()
 
 
 def run(place: Place, with_hydra: Callable[[], Any]) -> Any:
@@ -73,6 +75,7 @@ class _Rank:
         # The task may run in another directory.
         error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
         self._error_file = os.path.abspath(error_file) if error_file else ""
+        self._kept_name = _KEPT.format(next(_calls))
 
     @property
     def _torchruns_folder(self) -> Path | None:
@@ -89,15 +92,15 @@ class _Rank:
         folder = self._torchruns_folder
         if folder is not None:
             with suppress(OSError):  # then they get a directory of their own
-                unfinished = folder / f"{_KEPT}.{self._place.rank}"
+                unfinished = folder / f"{self._kept_name}.{self._place.rank}"
                 unfinished.write_text(tagged.dumps({"output_dir": output_dir, "caches": caches}))
-                unfinished.replace(folder / _KEPT)
+                unfinished.replace(folder / self._kept_name)
 
     def _kept(self) -> dict[str, Any]:
         folder = self._torchruns_folder
-        if folder is None or not (folder / _KEPT).exists():
+        if folder is None or not (folder / self._kept_name).exists():
             return {}
-        return dict(tagged.loads((folder / _KEPT).read_text()))
+        return dict(tagged.loads((folder / self._kept_name).read_text()))
 
     def run_task(self, task_function: TaskFunction, config: Any) -> Ended:
         """Run the task function; leave word of its failure where torchrun looks for it."""

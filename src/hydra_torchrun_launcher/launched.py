@@ -6,6 +6,7 @@ is taken from Slurm's.
 
 from __future__ import annotations
 
+import os
 import re
 import zlib
 from collections.abc import Mapping
@@ -45,7 +46,12 @@ class Place:
     @property
     def mark(self) -> str:
         """What a rank writes into MARK, by which what it starts is known to be no rank itself."""
-        return f"{self.token}/{self.port}/{self.rank}"
+        return f"{self.token}/{self.rank}/{os.getpid()}"
+
+    def is_inherited(self, mark: str) -> bool:
+        """Tell whether a mark is that of another process with this place: this is a child of it."""
+        start, _, pid = mark.rpartition("/")
+        return start == f"{self.token}/{self.rank}" and pid != str(os.getpid())
 
 
 MARK = "HYDRA_TORCHRUN_RANK"
@@ -56,17 +62,16 @@ own."""
 def find_place(environ: Mapping[str, str]) -> Place | None:
     """Return this process's place, or None if it is nobody's rank."""
     place = _find_place(environ)
-    return None if place is None or environ.get(MARK) == place.mark else place
+    return None if place is None or place.is_inherited(environ.get(MARK, "")) else place
 
 
 def _find_place(environ: Mapping[str, str]) -> Place | None:
-    if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys() and (
-        "TORCHELASTIC_RUN_ID" in environ or int(environ["WORLD_SIZE"]) > 1
-    ):
+    is_set = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys()
+    if is_set and "TORCHELASTIC_RUN_ID" in environ:
         return _by_variables(environ)
     if "SLURM_PROCID" in environ and int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         return _by_slurm(environ)
-    return None
+    return _by_variables(environ) if is_set and int(environ["WORLD_SIZE"]) > 1 else None
 
 
 def _by_variables(environ: Mapping[str, str]) -> Place:
@@ -79,7 +84,7 @@ def _by_variables(environ: Mapping[str, str]) -> Place:
         host=environ["MASTER_ADDR"],
         port=int(environ["MASTER_PORT"]),
         candidates=(),
-        token=environ.get("TORCHELASTIC_RUN_ID", ""),
+        token=f"{environ.get('TORCHELASTIC_RUN_ID', '')}/{environ['MASTER_PORT']}",
         shares_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
