@@ -214,8 +214,9 @@ def test_app_started_by_a_rank_is_no_rank(start: Start, tmp_path: Path, starter:
 def test_two_task_functions_in_a_row(sweep: Start, tmp_path: Path, starter: str) -> None:
     """A script may call several decorated functions: each is a job of all ranks."""
     run = sweep(
-        f"-B {starter} {APPS / 'twice.py'}", "hydra.run.dir='out/${now:%f}'", launcher=None,
-        nproc=0, flags=(), sweep_dir=None, environ={"RANK_RECORDS": str(tmp_path)},
+        f"-B {starter} {APPS / 'twice.py'}", "hydra.run.dir='out/${now:%f}'",
+        "hydra.job.chdir=true", launcher=None, nproc=0, flags=(), sweep_dir=None,
+        environ={"RANK_RECORDS": str(tmp_path)},
     ).wait()  # fmt: skip
     assert run.status == 0, run.output
     found = read_records(tmp_path)

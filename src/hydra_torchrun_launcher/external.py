@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -162,7 +163,7 @@ class _Leader(_Rank):
         hydra_config: Any = HydraConfig.instance().cfg
         configs = (config, hydra_config)
         for each, cache in zip(configs, self._kept().get("caches", ()), strict=False):
-            OmegaConf.set_cache(each, cache)
+            _set_cache(each, cache)
         for each in configs:
             payload.evaluate_cached_resolvers(each)
         hydra = hydra_config.hydra
@@ -246,12 +247,13 @@ class _Follower(_Rank):
             del task_config["hydra"]
         hydra_config: Any = HydraConfig.instance().cfg
         for each, cache in zip((task_config, hydra_config), self._job["caches"], strict=True):
-            OmegaConf.set_cache(each, cache)
+            _set_cache(each, cache)
         return task_config
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
-        """Set directory, variables and logging as Hydra does around a task."""
+        """Set directory, variables and logging as Hydra does around a task, and undo it."""
+        directory = os.getcwd()
         hydra = HydraConfig.get()
         output_dir = Path(hydra.runtime.output_dir)
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -262,7 +264,11 @@ class _Follower(_Rank):
         with env_override({**hydra.job.env_set, **self._job["env_set"]}):
             whitelist = rank_logging.active_whitelist()
             rank_logging.configure(HydraConfig.instance().cfg, (self._place.rank, ""), whitelist)
-            yield
+            try:
+                yield
+            finally:
+                HydraConfig.instance().cfg = None
+                os.chdir(directory)
 
 
 def _insist_on(status: int | None) -> None:
@@ -281,13 +287,18 @@ def _status(error: BaseException | None) -> int | None:
     return error.code if isinstance(error.code, int) else int(error.code is not None)
 
 
+def _set_cache(config: Any, cache: dict[str, Any]) -> None:
+    # OmegaConf adds what is not there yet, by resolver.
+    OmegaConf.set_cache(config, defaultdict(dict, cache))
+
+
 def _shared_variables(env_set: dict[str, Any]) -> dict[str, str]:
     """Return what the job has set that all ranks must see alike: Hydra keeps it nowhere else."""
-    marks = payload.cached_resolvers_marks()
+    mark = payload.cached_resolvers_mark()
     return {
         name: os.environ[name]
         for name, value in env_set.items()
-        if isinstance(value, str) and any(mark in value for mark in marks)
+        if isinstance(value, str) and mark.search(value)
     }
 
 

@@ -14,6 +14,7 @@ import io
 import logging
 import os
 import pickle
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -250,15 +251,14 @@ def evaluate_cached_resolvers(config: Any) -> None:
     in the root's cache, which is copied and pickled with the config. A value that cannot be
     evaluated here is left to the rank that reads it.
     """
-    marks = cached_resolvers_marks()
-    if marks:
-        _evaluate(config, OmegaConf.to_container(config, resolve=False), marks)
+    _evaluate(config, OmegaConf.to_container(config, resolve=False), cached_resolvers_mark())
 
 
-def cached_resolvers_marks() -> tuple[str, ...]:
+def cached_resolvers_mark() -> re.Pattern[str]:
     """Return how values that name a resolver with `use_cache=True` can be known, as in `${now:`."""
     resolvers = BaseContainer._resolvers.items()  # noqa: SLF001
-    return tuple(f"${{{name}:" for name, resolver in resolvers if _uses_cache(resolver))
+    names = "|".join(re.escape(name) for name, resolver in resolvers if _uses_cache(resolver))
+    return re.compile(rf"\$\{{\s*({names or '(?!)'})\s*:")
 
 
 def _uses_cache(resolver: Any) -> bool:
@@ -266,10 +266,10 @@ def _uses_cache(resolver: Any) -> bool:
     return bool(inspect.getclosurevars(resolver).nonlocals.get("use_cache", False))
 
 
-def _evaluate(node: Any, raw: Any, marks: tuple[str, ...]) -> None:
-    """Read every value of `node` whose unresolved form in `raw` holds one of the marks."""
+def _evaluate(node: Any, raw: Any, mark: re.Pattern[str]) -> None:
+    """Read every value of `node` whose unresolved form in `raw` has the mark."""
     for key, value in raw.items() if isinstance(raw, dict) else enumerate(raw):
-        names_one = isinstance(value, str) and any(mark in value for mark in marks)
+        names_one = isinstance(value, str) and bool(mark.search(value))
         if not names_one and not isinstance(value, dict | list):
             continue
         try:
@@ -277,4 +277,4 @@ def _evaluate(node: Any, raw: Any, marks: tuple[str, ...]) -> None:
         except Exception:  # noqa: BLE001, S112 - the reader's error, if anyone reads it
             continue
         if not names_one:
-            _evaluate(found, value, marks)
+            _evaluate(found, value, mark)
