@@ -24,7 +24,7 @@ lint: .venv/.project
 
 tests: .venv/.project .venv-hydra14/.project | lint
 	.venv/bin/python -m pytest $(PARALLEL)
-	.venv-hydra14/bin/python -m pytest tests -m hydra_versions $(PARALLEL)
+	.venv-hydra14/bin/python -m pytest tests -m "hydra_versions and not soak" $(PARALLEL)
 
 soak: .venv/.project
 	.venv/bin/python -m pytest -m soak
