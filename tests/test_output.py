@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,39 @@ def test_teed_lines_are_whole(sweep: Run) -> None:
     run = sweep("speaking.py", "hydra.launcher.tee='1'", environ={"SPEAK": "in pieces"}).wait()
     assert run.status == 0, run.output
     assert "\n[default0]:a line in four pieces\n[default0]:no end\n" in run.output
+
+
+@pytest.mark.parametrize(
+    ("kind", "paused_s"),
+    [("pipe", 40), ("terminal", 3)],  # 40: longer than any process of a job may keep silent
+)
+def test_console_that_takes_nothing(tmp_path: Path, kind: str, paused_s: float) -> None:
+    """A paused reader of the console holds up what is teed, for as long as it likes, and no job."""
+    reader, writer = os.pipe() if kind == "pipe" else pty.openpty()
+    command = [
+        sys.executable, str(APPS / "speaking.py"), "-m", "hydra/launcher=torchrun",
+        "hydra.launcher.nproc_per_node=1", f"hydra.sweep.dir={tmp_path}", "hydra.launcher.tee='1'",
+    ]  # fmt: skip
+    app = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.DEVNULL,
+        start_new_session=True, env={**os.environ, "SPEAK": "much"}, cwd=tmp_path,
+    )  # fmt: skip
+    os.close(writer)
+    log = tmp_path / "0/ranks/attempt_0/0/stdout.log"
+    deadline = time.monotonic() + HANG_S
+    while not (log.exists() and len(log.read_bytes().splitlines()) == 3000):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    with pytest.raises(subprocess.TimeoutExpired):
+        app.wait(paused_s)
+    shown = b""
+    with suppress(OSError):  # the terminal's end
+        while data := os.read(reader, 65536):
+            shown += data
+    os.close(reader)
+    assert app.wait(HANG_S) == 0
+    lines = [line for line in shown.replace(b"\r", b"").split(b"\n") if b"xxx" in line]
+    assert lines == [b"[default0]:" + line for line in log.read_bytes().splitlines()]
 
 
 def test_torchs_filters_of_teed_lines(sweep: Run) -> None:

@@ -156,6 +156,10 @@ class _Keeper:
         self._channel.send({"op": "stop", "signal": signum})
         self._wait_for("stopped", self.grace_s + _KEEPER_ANSWERS_S)
 
+    def say_busy(self) -> None:
+        """Ask for time: the console takes nothing for now."""
+        self._channel.send({"op": "busy"})
+
     def listen(self, timeout_s: float) -> None:
         """Take in what the keeper says of the ranks, for at most `timeout_s` seconds."""
         self._hear(time.monotonic() + timeout_s)
@@ -242,4 +246,4 @@ class _Ranks(PContext):
         del timeout
         if not self._keeper.finished:
             self._keeper.stop(int(death_sig))
-        self._keeper.tails.finish()
+        self._keeper.tails.finish(busy=self._keeper.say_busy)

@@ -212,8 +212,8 @@ class Keeper:
         elif operation == "stop":
             self._stop_ranks(message["signal"])
             self._answer_stop = True
-        elif operation == "verdict":
-            self._verdict = message
+        elif operation in ("verdict", "busy"):
+            self._verdict = message if operation == "verdict" else None
             self._agent_acts.within(_AGENT_ACTS_S)
         return None
 

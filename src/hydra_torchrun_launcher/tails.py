@@ -1,6 +1,7 @@
 """Shows teed output: whole lines from ranks' files on the console (runs in the agent).
 
-Torch elastic follows such files too, but cuts a line where the rank is still writing it.
+Torch elastic follows such files too, but cuts a line where the rank is still writing it, and does
+so in threads. A console that takes nothing (a pager, Ctrl-S) stops nothing but what is shown.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import os
 import re
 import select
+import stat
+from collections.abc import Callable
 from contextlib import suppress
 
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
@@ -15,6 +18,9 @@ _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
 _CHUNK = 1 << 20
 _LONGEST_LINE = 64 << 20
 """What is longer is shown in pieces, so that memory is bounded."""
+_SLICE = 512
+"""What a stream that can be written to takes at once without waiting."""
+_SAY_BUSY_S = 5
 
 
 class Tails:
@@ -23,6 +29,7 @@ class Tails:
     def __init__(self) -> None:
         """Nothing is shown yet."""
         self._tails: list[_Tail] = []
+        self._consoles: dict[int, _Console] = {}
 
     def __bool__(self) -> bool:
         return bool(self._tails)
@@ -35,40 +42,101 @@ class Tails:
             prefix: what each line begins with.
             console: the descriptor to write to.
         """
-        self._tails.append(_Tail(name, prefix.encode("utf-8", "surrogateescape"), console))
+        if console not in self._consoles:
+            self._consoles[console] = _Console(console)
+        start = prefix.encode("utf-8", "surrogateescape")
+        self._tails.append(_Tail(name, start, self._consoles[console]))
 
     def show(self) -> bool:
-        """Show some of what is new; tell whether there may be more."""
+        """Show some of what is new without waiting; tell whether more can be shown at once."""
         return any([tail.show() for tail in self._tails])  # noqa: C419 - each of them
 
-    def finish(self) -> None:
-        """Show the rest of what nobody writes any more, a last line without its end included."""
-        while self.show():
-            pass
+    def finish(self, busy: Callable[[], None]) -> None:
+        """Show the rest of what nobody writes any more, a last line without its end included.
+
+        It waits for a console that takes nothing for now, unless a signal comes.
+
+        Args:
+            busy: called every few seconds of waiting.
+        """
+        try:
+            for tail in self._tails:
+                tail.is_complete = True
+            while self.show() or self._is_held_up():
+                if self._is_held_up() and not self._wait_for_consoles():
+                    busy()
+        finally:
+            self._tails.clear()
+
+    def _is_held_up(self) -> bool:
+        return any(tail.is_held_up for tail in self._tails)
+
+    def _wait_for_consoles(self) -> bool:
+        poll = select.poll()
         for tail in self._tails:
-            tail.finish()
-        self._tails.clear()
+            if tail.is_held_up:
+                poll.register(tail.console.fd, select.POLLOUT)
+        return bool(poll.poll(_SAY_BUSY_S * 1000))
+
+
+class _Console:
+    """A stream of the launching process's, written to without ever waiting for its reader."""
+
+    def __init__(self, number: int) -> None:
+        self.fd = number
+        mode = os.fstat(number).st_mode
+        self._may_wait = not stat.S_ISREG(mode)
+        if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+            # Opened anew: O_NONBLOCK holds for all who share a description, the user's shell too.
+            with suppress(OSError):
+                self.fd = os.open(f"/dev/fd/{number}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+                self._may_wait = False
+
+    def write(self, data: memoryview) -> int:
+        """Write some; return how much, 0 if the reader takes nothing for now."""
+        if self._may_wait:
+            poll = select.poll()
+            poll.register(self.fd, select.POLLOUT)
+            if not poll.poll(0):
+                return 0
+            data = data[:_SLICE]
+        try:
+            return os.write(self.fd, data)
+        except BlockingIOError:
+            return 0
 
 
 class _Tail:
-    def __init__(self, name: str, prefix: bytes, console: int) -> None:
+    def __init__(self, name: str, prefix: bytes, console: _Console) -> None:
+        self.console = console
+        self.is_complete = False
+        """Whether its last line is one although nothing ends it."""
         self._name = name
         self._prefix = prefix
-        self._console: int | None = console
+        self._is_gone = False
         self._read = 0
-        self._rest = b""
+        self._line: list[bytes] = []
+        """The pieces of the line that has no end yet."""
+        self._length = 0
+        self._unwritten = memoryview(b"")
+
+    @property
+    def is_held_up(self) -> bool:
+        return len(self._unwritten) > 0
 
     def show(self) -> bool:
-        chunk = self._next_chunk()
-        *lines, self._rest = _LINE_END.split(self._rest + chunk)
-        if len(self._rest) > _LONGEST_LINE:
-            lines, self._rest = [*lines, self._rest], b""
-        self._write(lines)
-        return bool(chunk)
-
-    def finish(self) -> None:
-        lines, self._rest = [self._rest.rstrip(b"\r")] if self._rest else [], b""
-        self._write(lines)
+        """Write what is to be written, or read more; tell whether there was anything to do."""
+        if not self._unwritten:
+            chunk = self._next_chunk()
+            if chunk:
+                lines = self._whole_lines(chunk)
+            elif self.is_complete and self._line:
+                lines = [self._cut().rstrip(b"\r")]
+            else:
+                return False
+            text = b"".join(self._prefix + line + b"\n" for line in lines)
+            self._unwritten = memoryview(text)
+        return self._write()
 
     def _next_chunk(self) -> bytes:
         # Opened for each look: a descriptor per rank would count against a low limit.
@@ -79,12 +147,34 @@ class _Tail:
             return chunk
         return b""
 
-    def _write(self, lines: list[bytes]) -> None:
-        left = memoryview(b"".join(self._prefix + line + b"\n" for line in lines))
-        while left and self._console is not None:
-            try:
-                left = left[os.write(self._console, left) :]
-            except BlockingIOError:  # whoever shares the console made it so
-                select.select([], [self._console], [])
-            except OSError:  # its reader is gone; the file has all
-                self._console = None
+    def _whole_lines(self, chunk: bytes) -> list[bytes]:
+        """Return the lines that the chunk completes; keep the rest."""
+        if self._line and self._line[-1].endswith(b"\r"):
+            self._line[-1] = self._line[-1][:-1]
+            chunk = b"\r" + chunk
+        *lines, rest = _LINE_END.split(chunk)
+        if lines:
+            lines[0] = self._cut() + lines[0]
+        if rest:
+            self._line.append(rest)
+            self._length += len(rest)
+        if self._length > _LONGEST_LINE:
+            lines.append(self._cut())
+        return lines
+
+    def _cut(self) -> bytes:
+        """Take what there is of the unfinished line."""
+        line = b"".join(self._line)
+        self._line, self._length = [], 0
+        return line
+
+    def _write(self) -> bool:
+        if self._is_gone:
+            self._unwritten = memoryview(b"")
+            return True
+        try:
+            written = self.console.write(self._unwritten)
+        except OSError:  # its reader is gone; the file has all
+            self._is_gone, written = True, len(self._unwritten)
+        self._unwritten = self._unwritten[written:]
+        return written > 0 or not self._unwritten

@@ -31,6 +31,9 @@ def main(_: Any) -> None:
             time.sleep(0.3)  # long enough for whoever follows the file to look at it
         print("no end", end="")
         return
+    if os.environ.get("SPEAK") == "much":
+        print("\n".join(f"{number} {'x' * 100}" for number in range(3000)))
+        return
     if os.environ.get("SPEAK") == "little":
         print(f"rank {rank} speaks")
         return
