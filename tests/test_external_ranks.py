@@ -8,12 +8,16 @@ import json
 import os
 import signal
 import socket
+import struct
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import hydra
 import psutil
 import pytest
 from conftest import APPS, HANG_S, Sweep, send
@@ -61,6 +65,26 @@ def seen(tmp_path: Path, count: int) -> list[dict[str, Any]]:
     return found
 
 
+def await_stopped(run: Sweep) -> psutil.Process:
+    """Return the rank that stops itself while it composes, once it has."""
+    run.await_file("stopped")
+    rank = psutil.Process(int((run.directory / "stopped").read_text()))
+    deadline = time.monotonic() + HANG_S
+    while rank.status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return rank
+
+
+def await_end(rank: psutil.Process) -> None:
+    """Wait until a rank has ended, whether its starter has noticed or not."""
+    deadline = time.monotonic() + HANG_S
+    with suppress(psutil.NoSuchProcess):
+        while rank.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
 STARTERS = {
     "torchrun 2": (torchrun(2), 2),
     "torchrun 4": (torchrun(4), 4),
@@ -76,6 +100,7 @@ def test_ranks_share_config_and_directory(start: Start, tmp_path: Path, starter:
     command, count = STARTERS[starter]
     run = start(
         command, "size.width=7", "size.color=BLUE", "hydra.job.chdir=true", "reduce=true",
+        "hydra.run.dir='outputs/of/${now:%f}'",
     ).wait()  # fmt: skip
     assert run.status == 0, run.output
     ranks = seen(tmp_path, count)
@@ -83,7 +108,7 @@ def test_ranks_share_config_and_directory(start: Start, tmp_path: Path, starter:
     (directory,) = run.directory.glob("outputs/*/*")
     for number, rank in enumerate(ranks):
         assert rank["output_dir"] == rank["cwd"] == str(directory)
-        for name in ("config", "moment", "once", "hydra", "set_by_job"):
+        for name in ("config", "moment", "once", "hydra", "resolved_dir", "set_by_job"):
             assert rank[name] == first[name], name
         assert rank["size"] == ["Size", 7, "BLUE", "somewhere"]
         assert rank["size_is_ours"]
@@ -234,7 +259,7 @@ def test_ports_of_others(start: Start, tmp_path: Path) -> None:
     place = find_place({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0",
                         **environ})  # fmt: skip
     assert place is not None
-    silent, stranger = place.candidates[:2]
+    silent, stranger, free = place.candidates[:3]
     with (
         socket.create_server(("127.0.0.1", silent)),
         socket.create_server(("127.0.0.1", stranger)) as other,
@@ -244,12 +269,11 @@ def test_ports_of_others(start: Start, tmp_path: Path) -> None:
         connection, _ = other.accept()
         with connection:
             connection.recv(1000)
-            connection.sendall(json.dumps({"token": "another", "port": 1}).encode())
+            answer = json.dumps({"token": "another"}).encode()
+            connection.sendall(struct.pack("<Q", len(answer)) + answer)
         run.wait()
     assert run.status == 0, run.output
-    ports = {rank["env"]["MASTER_PORT"] for rank in seen(tmp_path, 2)}
-    assert len(ports) == 1
-    assert not ports & {str(silent), str(stranger)}
+    assert {rank["env"]["MASTER_PORT"] for rank in seen(tmp_path, 2)} == {str(free)}
 
 
 def test_rank_0_that_dies_composing(start: Start) -> None:
@@ -297,6 +321,113 @@ def test_configs_of_another_structure(start: Start, tmp_path: Path) -> None:
                  "more.shared is a int in rank 0's and a list here"):  # fmt: skip
         assert part in line
     assert read_records(tmp_path / "records") == []
+
+
+@pytest.mark.parametrize("starter", [torchrun(2), srun(2)], ids=["torchrun", "srun"])
+def test_rank_0_that_is_stopped(start: Start, starter: str) -> None:
+    """A stopped rank 0 is waited for no longer than the limit, and the wait can be interrupted."""
+    environ = {"STOPS_COMPOSING": "0", "HYDRA_TORCHRUN_MEETING_S": "5"}
+    run = start(starter, "+x=${stopping:}", "hydra.run.dir=${x}", environ=environ)
+    stopped = await_stopped(run)
+    run.await_text("no answer within 5 s")
+    send(stopped)
+    assert run.wait().status != 0
+
+
+def test_interrupt_while_rank_0_is_stopped(start: Start) -> None:
+    """Ctrl-C ends a rank that waits for a stopped one."""
+    run = start(srun(2), "+x=${stopping:}", "hydra.run.dir=${x}", environ={"STOPS_COMPOSING": "0"})
+    stopped = await_stopped(run)
+    (waiting,) = [p for p in psutil.Process(run.popen.pid).children() if p != stopped]
+    send(waiting, signal.SIGINT)
+    await_end(waiting)
+    send(stopped)
+    run.wait()
+
+
+def test_rank_that_is_lost_while_the_others_wait(start: Start) -> None:
+    """A rank that is killed when it has come is named at once."""
+    run = start(srun(3), "+x=${stopping:}", "hydra.run.dir=${x}", environ={"STOPS_COMPOSING": "0"})
+    stopped = await_stopped(run)
+    send(psutil.Process(run.popen.pid).children()[2])
+    send(stopped, signal.SIGCONT)
+    assert run.wait().status != 0
+    assert "rank 2 was lost before the task function could start" in run.output
+
+
+def test_rank_0_that_leaves_at_once(start: Start) -> None:
+    """A rank 0 that ends hard when its task is done takes no word from the others."""
+    for _ in range(3):
+        run = start(srun(3), environ={"ENDS_HARD": "1"}).wait()
+        assert run.status == 0, run.output
+
+
+def test_large_config(start: Start, tmp_path: Path) -> None:
+    """A config may be larger than a message of torch's store."""
+    run = start(torchrun(2), environ={"LARGE": str(12_000_000)}).wait()
+    assert run.status == 0, run.output
+    seen(tmp_path, 2)
+
+
+def test_rank_that_cannot_log(start: Start, tmp_path: Path) -> None:
+    """What a rank cannot set up for the task is said, and no rank runs the task."""
+    run = start(srun(2), "hydra.run.dir=blocked", environ={"BLOCKS": "started.rank1.log"}).wait()
+    assert run.status == 1
+    assert "rank 1: Unable to configure handler" in run.output, run.output
+    assert "Traceback" not in run.output
+    assert read_records(tmp_path / "records") == []
+
+
+@pytest.mark.parametrize("starter", [torchrun(2), srun(2)], ids=["torchrun", "srun"])
+def test_closed_standard_error(tmp_path: Path, starter: str) -> None:
+    """Ranks whose standard error is closed run as others do."""
+    records = tmp_path / "records"
+    records.mkdir()
+    command = f"{sys.executable} {starter} {APPS / 'started.py'} 2>&-"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, timeout=HANG_S, capture_output=True, check=False,
+        env={**os.environ, "RANK_RECORDS": str(records)},
+    )  # fmt: skip
+    assert done.returncode == 0, done
+    seen(tmp_path, 2)
+
+
+def test_call_with_a_config_is_no_run(start: Start, tmp_path: Path) -> None:
+    """A decorated function that a task calls with a config is called, and no more."""
+    run = start(torchrun(2), "+calls=true").wait()
+    assert run.status == 0, run.output
+    assert [each["x"] for each in read_records(tmp_path / "records") if each["kind"] == "call"] == [
+        3,
+        3,
+    ]
+
+
+@pytest.mark.skipif(hydra.__version__ >= "1.4", reason="its rerun is an ordinary run")
+@pytest.mark.parametrize("starter", [torchrun(2), srun(2)], ids=["torchrun", "srun"])
+def test_rerun_is_refused(start: Start, tmp_path: Path, starter: str) -> None:
+    """A rerun from a pickle, which each rank would make by itself, is refused."""
+    config = "hydra.experimental.callbacks.PickleJobInfoCallback"
+    first = start(torchrun(1), f"+hydra.callbacks.p._target_={config}", "hydra.run.dir=out").wait()
+    assert first.status == 0, first.output
+    pickle = first.directory / "out/.hydra/config.pickle"
+    before = len(read_records(tmp_path / "records"))
+    run = start(starter, "--experimental-rerun", str(pickle)).wait()
+    assert run.status == 1, run.output
+    assert run.output.count("--experimental-rerun of hydra-core 1.3 runs in no rank") == 1
+    assert len(read_records(tmp_path / "records")) == before
+
+
+@pytest.mark.parametrize("variable", ["RANK", "MASTER_PORT"])
+def test_variables_that_are_no_numbers(sweep: Start, tmp_path: Path, variable: str) -> None:
+    """A place that cannot be understood is refused in a sentence."""
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
+    run = sweep(
+        "started.py", launcher=None, nproc=0, flags=(), sweep_dir=None,
+        environ={**place, variable: "x", "RANK_RECORDS": str(tmp_path)},
+    ).wait()  # fmt: skip
+    assert run.status == 1
+    assert f"{variable}='x': expected a whole number" in run.output
+    assert "Traceback" not in run.output
 
 
 @pytest.mark.soak

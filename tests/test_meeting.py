@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from enum import Enum, Flag, IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,17 @@ class Level(IntEnum):
     LOW = 1
 
 
+class Rights(Flag):
+    READ = 1
+    WRITE = 2
+
+
+class Split(str, Enum):
+    TRAIN = "train"
+
+
 VALUES = [
+    Rights.READ | Rights.WRITE, Rights(0), {Split.TRAIN: Split.TRAIN},
     None, True, False, 0, -1, 2**80, 1.5, -0.0, "", "é \n", "lone \udc80", b"\x00\xff", Path("a b"),
     (1, (2,)), [], [1, [None]], {}, {"a": {"b": [1]}}, {1: "one", (2, 3): None}, {"!": "tag"},
     Color.RED, Level.LOW, {Color.RED: Level.LOW}, {None: 1, True: 2},
@@ -68,11 +78,12 @@ def test_what_is_no_data() -> None:
         '{"!": ["enum", "os", "system", "x"]}',
         '{"!": ["enum", "no_such_module", "Color", "RED"]}',
         '{"!": ["enum", "signal", "Signals", "NOT_ONE"]}',
+        '{"!": ["flag", "os", "system", 1]}',
     ],
 )
 def test_nothing_but_loaded_enums(text: str) -> None:
     """A name that is no enum's member leads to nothing, and nothing is imported for it."""
-    with pytest.raises(TransportError, match="has no enum"):
+    with pytest.raises(TransportError, match="This rank"):
         tagged.loads(text)
 
 
@@ -83,11 +94,17 @@ class Inner:
     path: Path = Path("p")
 
 
+@dataclass(frozen=True)
+class Frozen:
+    seed: int = 1
+
+
 @dataclass
 class Outer:
     inner: Inner = field(default_factory=Inner)
     many: list[Inner] = field(default_factory=lambda: [Inner(), Inner()])
     named: dict[str, int] = field(default_factory=lambda: {"a": 1})
+    frozen: Frozen = field(default_factory=Frozen)
     anything: Any = 0.5
     link: Any = "${inner.number}"
     missing: int = "???"  # type: ignore[assignment]
@@ -96,13 +113,17 @@ class Outer:
 def test_values_are_laid_over_types() -> None:
     """Values are the other's, types one's own, interpolations stay."""
     other = OmegaConf.structured(Outer)
-    other.merge_with({"inner": {"number": 7}, "anything": math.nan, "missing": 3})
+    OmegaConf.set_readonly(other.frozen, False)
+    other.merge_with(
+        {"inner": {"number": 7}, "frozen": {"seed": 5}, "anything": math.nan, "missing": 3}
+    )
     other.many[1].number = 9
     own = OmegaConf.structured(Outer)
     OmegaConf.set_readonly(own, True)
     overlay.lay(tagged.loads(tagged.dumps(overlay.raw(other))), own)
     found = OmegaConf.to_object(own)
     assert isinstance(found, Outer)
+    assert found.frozen.seed == 5
     assert (found.inner.number, found.link, found.many[1].number, found.missing) == (7, 7, 9, 3)
     assert isinstance(found.many[1], Inner)
     assert math.isnan(found.anything)
@@ -179,7 +200,7 @@ def test_first_host(nodes: str, first: str) -> None:
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"},  # a batch script
         {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"},
         {"RANK": "0", "WORLD_SIZE": "4"},
-        {**TORCHRUN, MARK: "none/29400/1/0"},  # started by such a rank
+        {**TORCHRUN, MARK: "none/node0/29400/1/0"},  # started by such a rank
     ],
 )
 def test_nobodys_rank(environ: Mapping[str, str]) -> None:

@@ -59,8 +59,8 @@ def test_failing_single_run(sweep: Run, fault: str) -> None:
     job_log = (run.directory / "0/faults.log").read_text()
     assert job_log.count("Job failed") == 1
     assert named in job_log
-    ours = [line for line in run.output.splitlines() if "hydra_torchrun_launcher/" in line]
-    assert len(ours) <= (1 if kind == "ScriptError" else 0), ours
+    if sys.version_info >= (3, 11):
+        assert "hydra_torchrun_launcher/" not in run.output
 
 
 def test_value_reaches_the_callbacks(sweep: Run) -> None:

@@ -11,6 +11,7 @@ import inspect
 import os
 import signal
 import sys
+import types
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode, TaskFunction
+from omegaconf import OmegaConf
 
 from hydra_torchrun_launcher import guard
 from hydra_torchrun_launcher.config import TorchrunConf
@@ -30,9 +32,10 @@ if TYPE_CHECKING:
     from hydra_torchrun_launcher.outcomes import Ended
     from hydra_torchrun_launcher.single import SingleRun
 
-_NO_ENTRY = (
-    "the config lacks hydra.callbacks.torchrun_guard, which hydra/launcher=torchrun brings and by "
-    "which hydra_torchrun_launcher.main learns of a run: leave it there"
+_UNSEEN = (
+    "hydra_torchrun_launcher.main has not seen this run begin and starts no ranks: the config must "
+    "keep hydra.callbacks.torchrun_guard, which hydra/launcher=torchrun brings, and hydra-core "
+    "1.3's --experimental-rerun is for runs in one process\n"
 )
 
 P = ParamSpec("P")
@@ -71,33 +74,65 @@ def main(*args: Any, **kwargs: Any) -> Callable[[TaskFunction], Any]:
         warnings.warn(warning.message, stacklevel=2)
 
     def decorate(task_function: TaskFunction) -> Callable[..., Any]:
-        @functools.wraps(task_function)
-        def in_hydra(config: Any) -> Any:
-            ended = guard.in_charge and guard.in_charge.run_task(task_function, config)
-            if ended is None:
-                return task_function(config)
-            if ended.error is not None:
-                raise ended.error
-            return ended.value
-
-        setattr(in_hydra, guard.TASK, task_function)
-        with_hydra = hydra_main(in_hydra)
-
-        @functools.wraps(task_function)
-        def decorated(cfg_passthrough: Any = None) -> Any:
-            if cfg_passthrough is not None:
-                return with_hydra(cfg_passthrough)
-            return _start(with_hydra)
-
-        return decorated
+        caller = sys._getframe(1).f_code.co_filename  # noqa: SLF001 - as Hydra looks for it
+        return _decorated(task_function, hydra_main, caller)
 
     return decorate
+
+
+def _decorated(task_function: TaskFunction, hydra_main: Any, caller: str) -> Callable[..., Any]:
+    @functools.wraps(task_function)
+    def in_hydra(config: Any) -> Any:
+        with _NoFramesOfOurs():
+            ended = guard.in_charge and guard.in_charge.run_task(task_function, config)
+            return task_function(config) if ended is None else ended.result()
+
+    setattr(in_hydra, guard.TASK, task_function)
+    if not inspect.isroutine(inspect.unwrap(task_function)):
+        _stand_where(in_hydra, task_function, caller)
+    with_hydra = hydra_main(in_hydra)
+
+    @functools.wraps(task_function)
+    def decorated(cfg_passthrough: Any = None) -> Any:
+        if cfg_passthrough is None:
+            return _start(with_hydra)
+        charge, guard.in_charge = guard.in_charge, None  # this is a call and no run
+        try:
+            return with_hydra(cfg_passthrough)
+        finally:
+            guard.in_charge = charge
+
+    return decorated
+
+
+class _NoFramesOfOurs:
+    """Leaves the user's frames only in the traceback of what is raised (Python 3.11 and later)."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Exception):
+            from hydra_torchrun_launcher.recording import drop_own_frames
+
+            drop_own_frames(error)
+
+
+def _stand_where(function: Any, task: Any, file: str) -> None:
+    """Let Hydra find the file of a callable object, which it looks for among the callers."""
+    code = (lambda: None).__code__.replace(co_filename=file)
+    function.__wrapped__ = types.FunctionType(code, {})
+    function.__wrapped__.__module__ = task.__module__
 
 
 def _start(with_hydra: Callable[[], Any]) -> Any:
     """Start the app."""
     guard.starting()
-    place = find_place(os.environ)
+    try:
+        place = find_place(os.environ)
+    except StartError as error:
+        sys.stderr.write(f"{error}\n")
+        raise SystemExit(1) from None
     if place is not None:
         from hydra_torchrun_launcher import external
 
@@ -118,8 +153,9 @@ def _start(with_hydra: Callable[[], Any]) -> Any:
 def _asks_for_ranks() -> bool:
     if not HydraConfig.initialized():
         return False
-    node = HydraConfig.get()
-    return node.mode is RunMode.RUN and node.launcher.get("_target_") == TorchrunConf._target_
+    node: Any = HydraConfig.get()
+    target = OmegaConf.select(node, "launcher._target_")
+    return node.mode is RunMode.RUN and target == TorchrunConf._target_
 
 
 class _Charge:
@@ -127,6 +163,7 @@ class _Charge:
 
     def __init__(self) -> None:
         self._run: SingleRun | None = None
+        self._failed: Exception | None = None
         self._error: BaseException | None = None
 
     @property
@@ -148,13 +185,18 @@ class _Charge:
         except LauncherError as error:  # Hydra takes what a callback raises for a warning
             sys.stderr.write(f"{error}\n")
             raise SystemExit(1) from None
+        except Exception as error:  # noqa: BLE001 - raised where Hydra does not make it a warning
+            self._failed = error
 
     def run_task(self, task_function: TaskFunction, config: Any) -> Ended | None:
         """Run the task function in ranks; do nothing if the run does not ask for them."""
         if not _asks_for_ranks():
             return None
+        if self._failed is not None:
+            raise self._failed
         if self._run is None:
-            raise StartError(_NO_ENTRY)
+            sys.stderr.write(_UNSEEN)
+            raise SystemExit(1)
         ended = self._run.run(task_function, config)
         self._error = ended.error
         return ended

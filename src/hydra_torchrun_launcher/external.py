@@ -6,16 +6,16 @@ status it leaves. The others compose without side effects, take rank 0's values,
 
 from __future__ import annotations
 
+import atexit
 import copy
 import importlib
-import itertools
 import logging
 import os
 import signal
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +29,18 @@ from hydra_torchrun_launcher import guard, overlay, payload, rank_logging, recor
 from hydra_torchrun_launcher.errors import LauncherError, StartError, printable
 from hydra_torchrun_launcher.hydra_job import hydra_logs_failures, log_to_files
 from hydra_torchrun_launcher.launched import MARK, Place
-from hydra_torchrun_launcher.meeting import Meeting
+from hydra_torchrun_launcher.meeting import Meeting, meet
 from hydra_torchrun_launcher.outcomes import Ended
+from hydra_torchrun_launcher.restarts import Kept
 
-_JOB, _READY, _GO, _LEFT = "job", "ready", "go", "left"
 _LEAVE_S = 30
-"""How long rank 0 waits for others to hear that it leaves, where they can hear it later too."""
+"""How long rank 0 waits for the others to leave before it does."""
 _NO_SWEEP = (
     "{by} has started this app as a job's ranks (WORLD_SIZE={count}), and each would run the whole "
     "sweep (-m, or hydra.mode=MULTIRUN): start it once, without {by}, and with "
     "hydra/launcher=torchrun, which starts the ranks of every job\n"
 )
-_KEPT = "hydra_job_{}.json"
-"""Files in torchrun's own log folder, one for each call of `main`, by which restarted ranks meet
-the output directory again, and the values that an earlier attempt's ranks shared."""
-_calls = itertools.count()
+_NO_RERUN = "--experimental-rerun of hydra-core 1.3 runs in no rank: each would run it by itself\n"
 
 
 def run(place: Place, with_hydra: Callable[[], Any]) -> Any:
@@ -55,7 +52,7 @@ def run(place: Place, with_hydra: Callable[[], Any]) -> Any:
     """
     os.environ.update({**place.variables, MARK: place.mark})
     try:
-        meeting = Meeting(place)
+        meeting = meet(place)
         os.environ.setdefault("MASTER_PORT", str(meeting.port))
         rank = (_Leader if place.rank == 0 else _Follower)(place, meeting)
         guard.in_charge = rank
@@ -73,42 +70,18 @@ class _Rank:
     def __init__(self, place: Place, meeting: Meeting) -> None:
         self._place = place
         self._meeting = meeting
-        # The task may run in another directory.
-        error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-        self._error_file = os.path.abspath(error_file) if error_file else ""
-        self._kept_name = _KEPT.format(next(_calls))
-
-    @property
-    def _torchruns_folder(self) -> Path | None:
-        """Torchrun's folder for this start; the error file is in its attempt_<n>/<local rank>/.
-
-        It is there as long as torchrun's logs are, and no two starts have the same.
-        """
-        folders = Path(self._error_file).parents
-        is_known = len(folders) > 2 and folders[1].name.startswith("attempt_")  # noqa: PLR2004
-        return folders[2] if is_known else None
-
-    def _keep(self, output_dir: str, caches: list[Any]) -> None:
-        """Write down what ranks that torchrun starts again must find as it was."""
-        folder = self._torchruns_folder
-        if folder is not None:
-            with suppress(OSError):  # then they get a directory of their own
-                unfinished = folder / f"{self._kept_name}.{self._place.rank}"
-                unfinished.write_text(tagged.dumps({"output_dir": output_dir, "caches": caches}))
-                unfinished.replace(folder / self._kept_name)
-
-    def _kept(self) -> dict[str, Any]:
-        folder = self._torchruns_folder
-        if folder is None or not (folder / self._kept_name).exists():
-            return {}
-        return dict(tagged.loads((folder / self._kept_name).read_text()))
+        self._kept = Kept()
+        self._has_composed = False
 
     def run_task(self, task_function: TaskFunction, config: Any) -> Ended:
         """Run the task function; leave word of its failure where torchrun looks for it."""
+        if not self._has_composed:
+            sys.stderr.write(_NO_RERUN)
+            raise SystemExit(1)
         try:
             return Ended(task_function(config))
         except Exception as error:  # noqa: BLE001 - raised again, without the frames of ours
-            recording.write_error_file(recording.describe(error), self._error_file)
+            recording.write_error_file(recording.describe(error), self._kept.error_file)
             if self._place.rank > 0 or not hydra_logs_failures():
                 log_to_files(logging.ERROR, f"Rank {self._place.rank} failed", error)
             return Ended(error=error)
@@ -141,94 +114,126 @@ class _Leader(_Rank):
         if self._told:
             return
         status = _status(error)
-        self._tell({"leave": status})
-        if error is None or isinstance(error, SystemExit | Exception):  # nobody is in a hurry
+        self._told = True
+        with suppress(StartError):
+            self._meeting.tell({"leave": status})
+        if status and isinstance(error, SystemExit | Exception):  # else somebody is in a hurry
             _insist_on(status)
-            with suppress(StartError):
-                self._meeting.hear_all(_LEFT, _LEAVE_S if self._place.shares_store else None)
+            self._meeting.wait_until_gone(_LEAVE_S)
 
     def _run_app(self, original: Callable[..., Any], **arguments: Any) -> None:
         if arguments["multirun"] or arguments["mode"] is RunMode.MULTIRUN:
             by, count = self._place.by, self._place.world_size
             sys.stderr.write(_NO_SWEEP.format(by=by, count=count))
             raise SystemExit(1)
-        kept = self._kept()
+        kept = self._kept.read()
         if kept:
             quoted = QuotedString(kept["output_dir"], Quote.single).with_quotes()
             arguments["overrides"].append(f"hydra.run.dir={quoted}")
+        self._has_composed = True
         original(**arguments)
 
     def run_task(self, task_function: TaskFunction, config: Any) -> Ended:
         """Tell the others all that the task sees here, and run it when they are ready."""
-        hydra_config: Any = HydraConfig.instance().cfg
-        configs = (config, hydra_config)
-        for each, cache in zip(configs, self._kept().get("caches", ()), strict=False):
+        if not self._has_composed:
+            return super().run_task(task_function, config)
+        hydra = HydraConfig.get()
+        # Its interpolations are resolved in the whole config, whose cache is not HydraConfig's.
+        configs = (config, hydra._get_root())  # type: ignore[attr-defined] # noqa: SLF001
+        for each, cache in zip(configs, self._kept.read().get("caches", ()), strict=False):
             _set_cache(each, cache)
         for each in configs:
             payload.evaluate_cached_resolvers(each)
-        hydra = hydra_config.hydra
         caches = [OmegaConf.get_cache(each) for each in configs]
-        self._keep(hydra.runtime.output_dir, caches)
-        self._tell({
+        job = tagged.dumps({
             "config": overlay.raw(config),
             "hydra": overlay.raw(hydra),
-            "caches": caches,
+            "resolvers": caches,
             "overrides": [*hydra.overrides.hydra, *hydra.overrides.task],
             "working_dir": os.getcwd(),
             "env_set": _shared_variables(overlay.raw(hydra.job.env_set)),
         })  # fmt: skip
-        problems = {rank: text for rank, text in self._meeting.hear_all(_READY).items() if text}
-        self._meeting.tell(_GO, "no" if problems else "")
-        if problems:
-            for rank, text in problems.items():
-                sys.stderr.write(f"rank {rank}: {text}\n")
-            raise SystemExit(1)
+        self._told = True
+        self._meeting.tell({"job": job})
+        self._kept.write(str(hydra.runtime.output_dir), caches)
+        self._await_others()
         return super().run_task(task_function, config)
 
-    def _tell(self, job: dict[str, Any]) -> None:
-        self._meeting.tell(_JOB, tagged.dumps(job))
-        self._told = True
+    def _await_others(self) -> None:
+        """Wait until the others are ready; leave if one cannot be."""
+        try:
+            problems = {rank: text for rank, text in self._meeting.hear_all().items() if text}
+            said = [f"rank {rank}: {text}" for rank, text in problems.items()]
+        except StartError as error:
+            said = [str(error)]
+        with suppress(StartError):  # of one that is gone, too
+            self._meeting.tell(not said)
+        if said:
+            sys.stderr.write("".join(f"{line}\n" for line in said))
+            raise SystemExit(1)
 
 
 class _Follower(_Rank):
     """Any other rank."""
 
-    _job: dict[str, Any]
+    _job: str
 
     def run(self, with_hydra: Callable[[], Any]) -> Any:
         """Wait for rank 0's word; leave as it leaves, or run the task with its config."""
-        self._job = tagged.loads(self._meeting.hear(_JOB))
-        if "leave" in self._job:
-            return self._leave(self._job["leave"])
+        word = self._meeting.hear()
+        if "leave" in word:
+            return _leave(word["leave"])
+        self._job = word["job"]
         with _in_place_of_hydras_run(self._run_app):
             return with_hydra()
 
-    def _leave(self, status: int | None) -> None:
-        """Leave as rank 0 does."""
-        _insist_on(status)
-        self._meeting.tell(f"{_LEFT}/{self._place.rank}")
-        if status is not None:
-            raise SystemExit(status)
-
     def _run_app(self, _: Callable[..., Any], **arguments: Any) -> None:
-        hydra, config_name = arguments["hydra"], arguments["config_name"]
-        problem = ""
-        try:
-            setup_globals()
-            config = hydra.compose_config(
-                config_name=config_name,
-                overrides=list(self._job["overrides"]),
-                run_mode=RunMode.RUN,
-                with_log_configuration=False,
-            )
-            task_config = self._become_rank_0s(config)
-        except Exception as error:  # noqa: BLE001 - said by rank 0
-            problem = str(error) or type(error).__name__
-        self._meeting.tell(f"{_READY}/{self._place.rank}", printable(problem))
-        if self._meeting.hear(_GO):
-            raise SystemExit(1)
-        with self._surroundings():
-            self._run_and_leave(arguments["task_function"], task_config)
+        with ExitStack() as stack:
+            problem = ""
+            try:
+                config = self._compose(arguments["hydra"], arguments["config_name"], stack)
+            except Exception as error:  # noqa: BLE001 - said by rank 0
+                problem = printable(str(error)) or type(error).__name__
+            self._meeting.tell(problem)
+            if not self._meeting.hear():
+                raise SystemExit(1)
+            self._has_composed = True
+            self._run_and_leave(arguments["task_function"], config)
+
+    def _compose(self, hydra: Any, config_name: str | None, stack: ExitStack) -> Any:
+        """Make all that the task sees as rank 0 sees it, until the stack is unwound."""
+        job = tagged.loads(self._job)
+        setup_globals()
+        config = hydra.compose_config(
+            config_name=config_name,
+            overrides=list(job["overrides"]),
+            run_mode=RunMode.RUN,
+            with_log_configuration=False,
+        )
+        overlay.lay({**job["config"], "hydra": job["hydra"]}, config)
+        stack.callback(setattr, HydraConfig.instance(), "cfg", HydraConfig.instance().cfg)
+        HydraConfig.instance().set_config(config)
+        task_config = copy.deepcopy(config)
+        with read_write(task_config), open_dict(task_config):
+            del task_config["hydra"]
+        for each, cache in zip((task_config, config), job["resolvers"], strict=True):
+            _set_cache(each, cache)
+        self._enter_job(job, stack)
+        return task_config
+
+    def _enter_job(self, job: dict[str, Any], stack: ExitStack) -> None:
+        """Set directory, variables and logging as Hydra does around a task."""
+        hydra = HydraConfig.get()
+        output_dir = Path(hydra.runtime.output_dir)
+        output_dir.mkdir(parents=True, exist_ok=True)
+        if os.environ.get("LOCAL_RANK") == "0":
+            self._kept.write(str(output_dir), job["resolvers"])
+        if job["working_dir"] == os.path.realpath(output_dir):
+            stack.callback(_change_back, os.getcwd())
+            os.chdir(output_dir)
+        stack.enter_context(env_override({**hydra.job.env_set, **job["env_set"]}))
+        whitelist = rank_logging.active_whitelist()
+        rank_logging.configure(HydraConfig.instance().cfg, (self._place.rank, ""), whitelist)
 
     def _run_and_leave(self, task_function: TaskFunction, config: Any) -> None:
         try:
@@ -238,44 +243,26 @@ class _Follower(_Rank):
             recording.say(f"Error executing job in rank {self._place.rank}\n{trace}")
             raise SystemExit(1) from None
 
-    def _become_rank_0s(self, config: Any) -> Any:
-        """Set Hydra's state as it is in rank 0; return the task's config."""
-        overlay.lay({**self._job["config"], "hydra": self._job["hydra"]}, config)
-        HydraConfig.instance().set_config(config)
-        task_config = copy.deepcopy(config)
-        with read_write(task_config), open_dict(task_config):
-            del task_config["hydra"]
-        hydra_config: Any = HydraConfig.instance().cfg
-        for each, cache in zip((task_config, hydra_config), self._job["caches"], strict=True):
-            _set_cache(each, cache)
-        return task_config
 
-    @contextmanager
-    def _surroundings(self) -> Iterator[None]:
-        """Set directory, variables and logging as Hydra does around a task, and undo it."""
-        directory = os.getcwd()
-        hydra = HydraConfig.get()
-        output_dir = Path(hydra.runtime.output_dir)
-        output_dir.mkdir(parents=True, exist_ok=True)
-        if os.environ.get("LOCAL_RANK") == "0":
-            self._keep(str(output_dir), self._job["caches"])
-        if self._job["working_dir"] == os.path.realpath(output_dir):
-            os.chdir(output_dir)
-        with env_override({**hydra.job.env_set, **self._job["env_set"]}):
-            whitelist = rank_logging.active_whitelist()
-            rank_logging.configure(HydraConfig.instance().cfg, (self._place.rank, ""), whitelist)
-            try:
-                yield
-            finally:
-                HydraConfig.instance().cfg = None
-                os.chdir(directory)
+def _change_back(directory: str) -> None:
+    with suppress(OSError):  # the task may have removed it
+        os.chdir(directory)
 
 
-def _insist_on(status: int | None) -> None:
-    """Leave with this status, although torchrun ends the others when one rank has left with it."""
+def _leave(status: int | None) -> None:
+    """Leave as rank 0 does; go on after `main` as it does if there is no status."""
     if status:
-        with suppress(ValueError):  # no handlers outside the main thread
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _insist_on(status)
+    if status is not None:
+        raise SystemExit(status)
+
+
+def _insist_on(status: int) -> None:
+    """Leave with this status, also when torchrun ends the ranks because one has left with it."""
+    with suppress(ValueError):  # no handlers outside the main thread
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
+        # The interpreter's end, which takes a while, drops handlers.
+        atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)
 
 
 def _status(error: BaseException | None) -> int | None:

@@ -12,7 +12,9 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_CANDIDATES = 16
+from hydra_torchrun_launcher.errors import StartError
+
+_CANDIDATES = 8
 _PORTS = range(12_000, 32_000)
 """Below those that Linux hands out by itself (32768 and more)."""
 
@@ -28,9 +30,9 @@ class Place:
         variables: torchrun's variables that were missing, but for the port.
         host: where rank 0 can be reached.
         port: the port that somebody has chosen for torch's store (MASTER_PORT), or None.
-        candidates: ports at which rank 0 may tell which it has, where nobody has chosen one.
-        token: what tells this start from any other that may use the same port.
+        token: what tells this start from any other that may use the same ports.
         shares_store: whether the agent holds a store for its ranks at that port.
+        is_on_one_node: whether all ranks are.
     """
 
     by: str
@@ -39,9 +41,19 @@ class Place:
     variables: Mapping[str, str]
     host: str
     port: int | None
-    candidates: tuple[int, ...]
     token: str
     shares_store: bool
+    is_on_one_node: bool
+
+    @property
+    def candidates(self) -> tuple[int, ...]:
+        """Ports at which ranks meet, one after the other, where no store tells one."""
+        if self.shares_store:
+            return ()
+        numbers = range(_CANDIDATES)
+        return tuple(
+            _PORTS[zlib.crc32(f"{self.token}.{n}".encode()) % len(_PORTS)] for n in numbers
+        )
 
     @property
     def mark(self) -> str:
@@ -60,7 +72,11 @@ own."""
 
 
 def find_place(environ: Mapping[str, str]) -> Place | None:
-    """Return this process's place, or None if it is nobody's rank."""
+    """Return this process's place, or None if it is nobody's rank.
+
+    Raises:
+        StartError: a variable that tells a place is no number.
+    """
     place = _find_place(environ)
     return None if place is None or place.is_inherited(environ.get(MARK, "")) else place
 
@@ -69,34 +85,41 @@ def _find_place(environ: Mapping[str, str]) -> Place | None:
     is_set = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys()
     if is_set and "TORCHELASTIC_RUN_ID" in environ:
         return _by_variables(environ)
-    if "SLURM_PROCID" in environ and int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    if "SLURM_PROCID" in environ and _number(environ, "SLURM_STEP_NUM_TASKS", "1") > 1:
         return _by_slurm(environ)
-    return _by_variables(environ) if is_set and int(environ["WORLD_SIZE"]) > 1 else None
+    return _by_variables(environ) if is_set and _number(environ, "WORLD_SIZE") > 1 else None
+
+
+def _number(environ: Mapping[str, str], name: str, default: str = "") -> int:
+    text = environ.get(name, default)
+    if not text.strip().isdecimal():
+        problem = f"{name}={text!r}: expected a whole number, as torchrun and Slurm set it"
+        raise StartError(problem)
+    return int(text)
 
 
 def _by_variables(environ: Mapping[str, str]) -> Place:
     elastic = "TORCHELASTIC_RUN_ID" in environ
+    host, port = environ["MASTER_ADDR"], _number(environ, "MASTER_PORT")
     return Place(
         by="torchrun" if elastic else "whoever set RANK and WORLD_SIZE",
-        rank=int(environ["RANK"]),
-        world_size=int(environ["WORLD_SIZE"]),
+        rank=_number(environ, "RANK"),
+        world_size=_number(environ, "WORLD_SIZE"),
         variables={},
-        host=environ["MASTER_ADDR"],
-        port=int(environ["MASTER_PORT"]),
-        candidates=(),
-        token=f"{environ.get('TORCHELASTIC_RUN_ID', '')}/{environ['MASTER_PORT']}",
+        host=host,
+        port=port,
+        token=f"{environ.get('TORCHELASTIC_RUN_ID', '')}/{host}/{port}",
         shares_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        is_on_one_node=environ.get("LOCAL_WORLD_SIZE") == environ["WORLD_SIZE"],
     )
 
 
 def _by_slurm(environ: Mapping[str, str]) -> Place:
-    step = ".".join(
-        environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    )
-    node = int(environ.get("SLURM_NODEID", "0"))
-    nodes = int(environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1")))
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    node = _number(environ, "SLURM_NODEID", "0")
+    nodes = _number(environ, "SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1"))
     per_node = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    first_host = "127.0.0.1" if nodes == 1 else _first_host(environ["SLURM_STEP_NODELIST"])
+    hosts = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "127.0.0.1"))
     from_slurm = {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
@@ -104,24 +127,20 @@ def _by_slurm(environ: Mapping[str, str]) -> Place:
         "LOCAL_WORLD_SIZE": str(per_node[node] if node < len(per_node) else 1),
         "GROUP_RANK": str(node),
         "GROUP_WORLD_SIZE": str(nodes),
-        "MASTER_ADDR": first_host,
+        "MASTER_ADDR": "127.0.0.1" if nodes == 1 else _first_host(hosts),
     }
     known = {**from_slurm, **environ}
     return Place(
         by="srun",
-        rank=int(known["RANK"]),
-        world_size=int(known["WORLD_SIZE"]),
+        rank=_number(known, "RANK"),
+        world_size=_number(known, "WORLD_SIZE"),
         variables={name: value for name, value in from_slurm.items() if name not in environ},
         host=known["MASTER_ADDR"],
-        port=int(environ["MASTER_PORT"]) if "MASTER_PORT" in environ else None,
-        candidates=tuple(_port(f"{step}.{number}") for number in range(_CANDIDATES)),
-        token=step,
+        port=_number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else None,
+        token=".".join(environ.get(name, "0") for name in names),
         shares_store=False,
+        is_on_one_node=nodes == 1,
     )
-
-
-def _port(text: str) -> int:
-    return _PORTS[zlib.crc32(text.encode()) % len(_PORTS)]
 
 
 def _tasks_per_node(text: str) -> list[int]:

@@ -1,192 +1,320 @@
-"""Where ranks that others started meet before their task: a store of torch's, which their process
-group will use too (in such ranks).
+"""Where ranks that others started meet before their task: a connection from each of them to rank 0.
 
-Every wait ends at a limit, and a signal ends it.
+Every wait for another rank ends at a limit, at its death, or by a signal. Torch's own store would
+do none of that: it is only asked for rank 0's address, where torchrun has one.
 """
 
 from __future__ import annotations
 
-import faulthandler
+import ipaddress
+import json
 import os
 import socket
+import struct
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-
-from hydra_torchrun_launcher import greeting
 from hydra_torchrun_launcher.errors import StartError
 from hydra_torchrun_launcher.launched import Place
+from hydra_torchrun_launcher.processes import Deadline
+from hydra_torchrun_launcher.wire import Closed, Readable, wait_readable
 
 LIMIT = "HYDRA_TORCHRUN_MEETING_S"
 """Variable with the seconds that ranks wait for each other; 600 by default."""
 _SET_IT = f"(the variable {LIMIT} sets the limit)"
-_NOT_COME = f"not all ranks came within {{limit:g}} s {_SET_IT}; missing: {{ranks}}"
-_PREFIX = "hydra_torchrun_launcher"
-_LOOK_S = 0.02
 _LONGEST_S = 86_400
+_LOOK_S = 0.02
+"""How often a rank looks whether rank 0 is there: until then there is nothing to wait on."""
+_ANSWER_S = 3
+"""How long what listens at a port has to prove that it is rank 0."""
+_NONE_OF_OURS = (Closed, OSError, ValueError, KeyError, TypeError)
+"""What reading from a stranger may raise, or from somebody who is gone."""
+_LENGTH = struct.Struct("<Q")
+_LONGEST_GREETING = 1000
+_ADDRESS = "hydra_torchrun_launcher/rank_0"
+"""Key of rank 0's address in torchrun's store."""
 
-T = TypeVar("T")
 
-_kept: list[Any] = []
-"""The store, which the process group will use too, lives as long as the rank."""
+_met: dict[str, Meeting] = {}
+"""A script may run several task functions: the connections stay for the next."""
+
+
+def meet(place: Place) -> Meeting:
+    """Return this process's connections to the others, made when it is asked for them first.
+
+    Raises:
+        StartError: as `Meeting` does.
+    """
+    if place.mark not in _met:
+        _met[place.mark] = Meeting(place)
+    return _met[place.mark]
 
 
 class Meeting:
-    """The store as one of the ranks sees it."""
+    """The connections of this rank: to all others in rank 0, to rank 0 in the others."""
 
     def __init__(self, place: Place) -> None:
-        """Open the store in rank 0, or find it there.
+        """Wait until all ranks have come.
 
         Raises:
-            StartError: there is none within the limit, or rank 0 can open none.
+            StartError: they have not within the limit, or rank 0 can listen nowhere.
         """
         self._place = place
         self._limit_s = _limit_s()
-        self.port = place.port or 0
-        hosts = place.rank == 0 and not place.shares_store
-        store = self._open() if hosts else self._find()
-        _kept.append(store)
-        self._store = PrefixStore(_PREFIX, store)
-        meet = self._gather if place.rank == 0 else self._come
-        self._store = PrefixStore(f"{_PREFIX}/{meet()}", store)
+        self.port = 0
+        """The port at which rank 0 listened; it is free again."""
+        self._lines: dict[int, _Line] = {}
+        if place.rank == 0:
+            self._gather()
+        else:
+            self._find_rank_0()
 
-    def _gather(self) -> str:
-        """Wait for the others, and name this meeting.
+    def tell(self, message: Any) -> None:
+        """Send a message to each of the others that this rank is connected to.
 
-        Torchrun's store keeps what ranks before a restart have written, and its number of restarts
-        differs from node to node: only words that nobody has used before tell ranks of one start.
+        Raises:
+            StartError: one of them is gone, or takes nothing within the limit.
         """
-        name = uuid.uuid4().hex
-        asked = {f"ask/{rank}": "" for rank in range(1, self._place.world_size)}
-        missing = {f"here/{name}/{rank}": rank for rank in range(1, self._place.world_size)}
+        for rank, line in self._lines.items():
+            try:
+                line.send(message, self._limit_s)
+            except (Closed, OSError):
+                raise self._lost(rank) from None
 
-        def answer() -> bool:
-            for key, answered in asked.items():
-                if self._store.check([key]):
-                    word = bytes(self._store.get(key)).decode()
-                    if word != answered:
-                        asked[key] = word
-                        self._store.set(f"answer/{word}", name)
-            for key in [key for key in missing if self._store.check([key])]:
-                del missing[key]
-            return not missing
+    def hear(self) -> Any:
+        """Wait for rank 0's next message."""
+        return self.hear_all()[0]
 
-        if not self._guarded(lambda: _comes_true(answer, self._limit_s)):
-            ranks = ", ".join(map(str, missing.values()))
-            raise StartError(_NOT_COME.format(ranks=ranks, limit=self._limit_s))
-        return name
+    def hear_all(self) -> dict[int, Any]:
+        """Wait for the next message of each of the others; return them by rank.
 
-    def _come(self) -> str:
-        """Tell rank 0 that this rank is there, and learn the meeting's name."""
-        word = uuid.uuid4().hex
-        self.tell(f"ask/{self._place.rank}", word)
-        name = self.hear(f"answer/{word}")
-        self.tell(f"here/{name}/{self._place.rank}")
-        return name
-
-    def tell(self, key: str, text: str = "") -> None:
-        """Set a key for the others."""
-        self._guarded(lambda: self._store.set(key, text))
-
-    def hear(self, key: str) -> str:
-        """Wait for a key and return its text."""
-        return self._wait_for([key], "rank 0 has not answered")[0]
-
-    def hear_all(self, key: str, limit_s: float | None = None) -> dict[int, str]:
-        """Wait for a key from every other rank and return the texts by rank."""
-        others = range(1, self._place.world_size)
-        names = [f"{key}/{rank}" for rank in others]
-        texts = self._wait_for(names, "not all ranks have answered", limit_s)
-        return dict(zip(others, texts, strict=True))
-
-    def _wait_for(
-        self, keys: Sequence[str], complaint: str, limit_s: float | None = None
-    ) -> list[str]:
-        limit_s = self._limit_s if limit_s is None else limit_s
-
-        def listen() -> list[str] | None:
-            if _comes_true(lambda: self._store.check(list(keys)), limit_s):
-                return [bytes(self._store.get(key)).decode() for key in keys]
-            return None
-
-        heard = self._guarded(listen)
-        if heard is None:
-            problem = f"{complaint} within {limit_s:g} s {_SET_IT}"
-            raise StartError(problem)
+        Raises:
+            StartError: one of them is gone, or says nothing within the limit.
+        """
+        limit = Deadline(self._limit_s)
+        heard: dict[int, Any] = {}
+        while silent := {rank: line for rank, line in self._lines.items() if rank not in heard}:
+            if limit.passed:
+                raise StartError(_missing("no answer", self._limit_s, silent))
+            ready = wait_readable(silent.values(), limit.remaining_s)
+            for rank, line in silent.items():
+                if line in ready:
+                    try:
+                        for message in line.receive():
+                            heard[rank] = message
+                    except (Closed, OSError, ValueError):
+                        raise self._lost(rank) from None
         return heard
 
-    def _guarded(self, work: Callable[[], T]) -> T:
+    def wait_until_gone(self, limit_s: float) -> None:
+        """Wait until the processes of the others have ended."""
+        limit = Deadline(limit_s)
+        there = list(self._lines.values())
+        while there and not limit.passed:
+            for line in wait_readable(there, limit.remaining_s):
+                try:
+                    line.receive()
+                except _NONE_OF_OURS:
+                    there.remove(line)
+
+    def _lost(self, rank: int) -> StartError:
+        problem = f"rank {rank} was lost before the task function could start; see its output"
+        return StartError(problem)
+
+    def _gather(self) -> None:
+        """Listen until each of the others has a connection."""
+        limit = Deadline(self._limit_s)
+        strangers: list[_Line] = []
+        with _listen(self._place) as server:
+            self.port = server.getsockname()[1]
+            token = _announce(self._place, self.port, self._limit_s)
+            while len(self._lines) < self._place.world_size - 1:
+                if limit.passed:
+                    missing = set(range(1, self._place.world_size)) - self._lines.keys()
+                    raise StartError(_missing("not all ranks came", self._limit_s, missing))
+                sources: list[Readable] = [server, *strangers]
+                ready = wait_readable(sources, limit.remaining_s)
+                for line in [line for line in strangers if line in ready]:
+                    if self._is_settled(line, token):
+                        strangers.remove(line)
+                if server in ready:
+                    strangers.append(_Line(server.accept()[0]))
+        for line in strangers:
+            line.close()
+
+    def _is_settled(self, line: _Line, token: str) -> bool:
+        """Answer a connection's greeting; take it on once the rank has heard the answer."""
         try:
-            return work()
-        except RuntimeError as error:
-            problem = "rank 0 was lost before the task function could start; see its output"
-            raise StartError(problem) from error
+            for message in line.receive(_LONGEST_GREETING):
+                if message == "here" and line.rank is not None:
+                    self._lines[line.rank] = line
+                    return True
+                if message["token"] != token:
+                    raise ValueError
+                line.rank = int(message["rank"])
+                line.send({"token": token}, _ANSWER_S)
+        except _NONE_OF_OURS:
+            line.close()
+            return True
+        return False
 
-    def _open(self) -> Any:
-        try:
-            # Multi-tenant: the process group of this rank will open one at the same port.
-            store = self._make(is_master=True, multi_tenant=True)
-        except RuntimeError as error:
-            problem = (
-                f"rank 0 cannot listen at port {self.port} (MASTER_PORT): {_first_line(error)}"
-            )
-            raise StartError(problem) from None
-        if self._place.port is None:
-            self.port = store.port
-            missing = greeting.greet(self._place, self.port, self._limit_s)
-            if missing:
-                ranks = ", ".join(map(str, missing))
-                raise StartError(_NOT_COME.format(ranks=ranks, limit=self._limit_s))
-        return store
-
-    def _find(self) -> Any:
-        found = _comes_true(self._is_there, self._limit_s)
-        if not found:
-            problem = (
-                f"rank {self._place.rank} found no rank 0 at {self._place.host} within "
-                f"{self._limit_s:g} s {_SET_IT}"
-            )
-            raise StartError(problem)
-        try:
-            return self._make(is_master=False)
-        except RuntimeError as error:
-            problem = f"rank 0's store at {self._place.host}:{self.port}: {_first_line(error)}"
-            raise StartError(problem) from None
-
-    def _is_there(self) -> bool:
-        if self._place.port is None:
-            self.port = greeting.find(self._place) or 0
-            return bool(self.port)
-        try:
-            socket.create_connection((self._place.host, self.port), self._limit_s).close()
-        except OSError:
-            return False
-        return True
-
-    def _make(self, **settings: Any) -> Any:
-        # Torch waits for ever for an answer from whatever else may listen there.
-        faulthandler.dump_traceback_later(self._limit_s, exit=True)
-        try:
-            return TCPStore(
-                self._place.host, self.port, None, timeout=timedelta(seconds=self._limit_s),
-                wait_for_workers=False, **settings,
-            )  # fmt: skip
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+    def _find_rank_0(self) -> None:
+        limit = Deadline(self._limit_s)
+        addresses = _addresses(self._place, self._limit_s)
+        while not limit.passed:
+            for host, port, token in addresses():
+                line = _greet(host, port, {"token": token, "rank": self._place.rank})
+                if line is not None:
+                    self.port = port
+                    self._lines[0] = line
+                    return
+                if limit.passed:
+                    break
+            time.sleep(_LOOK_S)
+        problem = (
+            f"rank {self._place.rank} found no rank 0 at {self._place.host} within "
+            f"{self._limit_s:g} s {_SET_IT}"
+        )
+        raise StartError(problem)
 
 
-def _comes_true(condition: Callable[[], bool], limit_s: float) -> bool:
-    """Look again and again: torch's own waits cannot be interrupted, and warn when they end."""
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_LOOK_S)
-    return True
+class _Line:
+    """A connection for whole messages: their length, then JSON."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.rank: int | None = None
+        self._sock = sock
+        self._read = bytearray()
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def send(self, message: Any, limit_s: float) -> None:
+        """Send a message whole; an OSError if it takes longer than the limit."""
+        text = json.dumps(message).encode()
+        self._sock.settimeout(limit_s)
+        self._sock.sendall(_LENGTH.pack(len(text)) + text)
+
+    def receive(self, longest: int | None = None) -> list[Any]:
+        """Read what is there; return the message if that makes one whole, in a list.
+
+        Raises:
+            Closed: the other side is gone.
+            ValueError: that is no message of ours, or longer than allowed.
+        """
+        data = self._sock.recv(1 << 20, socket.MSG_DONTWAIT)
+        if not data:
+            raise Closed
+        self._read += data
+        if len(self._read) < _LENGTH.size:
+            return []
+        (length,) = _LENGTH.unpack_from(self._read)
+        if longest is not None and length > longest:
+            raise ValueError
+        end = _LENGTH.size + length
+        if len(self._read) < end:
+            return []
+        message = json.loads(self._read[_LENGTH.size : end])
+        del self._read[:end]
+        return [message]
+
+
+def _listen(place: Place) -> socket.socket:
+    """Return a listening socket: at the first free port of those to try, or at any."""
+    make = _loopback if place.is_on_one_node else _everywhere
+    for port in place.candidates or (0,):
+        with suppress(OSError):
+            return make(port)
+    ports = ", ".join(map(str, place.candidates))
+    problem = f"rank 0 can listen at none of the ports {ports} on {socket.gethostname()}"
+    raise StartError(problem)
+
+
+def _loopback(port: int) -> socket.socket:
+    return socket.create_server(("127.0.0.1", port), backlog=1024)
+
+
+def _everywhere(port: int) -> socket.socket:
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=dual)
+
+
+def _announce(place: Place, port: int, limit_s: float) -> str:
+    """Say in torchrun's store where rank 0 listens, if it has one; return the word that ranks know.
+
+    That store keeps what ranks before a restart have written, and torchrun's number of restarts
+    differs from node to node: a word that nobody has used before tells one start from another.
+    """
+    if not place.shares_store:
+        return place.token
+    token = uuid.uuid4().hex
+    host = "127.0.0.1" if place.is_on_one_node else _own_address(place)
+    address = {"host": host, "port": port, "token": token}
+    _torchruns_store(place, limit_s).set(_ADDRESS, json.dumps(address))
+    return token
+
+
+def _own_address(place: Place) -> str:
+    """Return this node's address as the store's node sees it; the store's, if that is this node."""
+    with socket.create_connection((place.host, place.port)) as connection:
+        address = str(connection.getsockname()[0])
+    return place.host if ipaddress.ip_address(address.partition("%")[0]).is_loopback else address
+
+
+def _addresses(place: Place, limit_s: float) -> Callable[[], Iterable[tuple[str, int, str]]]:
+    """Return what tells where rank 0 may be now, and the word to greet it with."""
+    if not place.shares_store:
+        host = "127.0.0.1" if place.is_on_one_node else place.host
+        return lambda: [(host, port, place.token) for port in place.candidates]
+    store = _torchruns_store(place, limit_s)
+
+    def announced() -> list[tuple[str, int, str]]:
+        if not store.check([_ADDRESS]):
+            return []
+        address = json.loads(store.get(_ADDRESS))
+        return [(address["host"], address["port"], address["token"])]
+
+    return announced
+
+
+def _torchruns_store(place: Place, limit_s: float) -> Any:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    timeout = timedelta(seconds=limit_s)
+    return TCPStore(
+        place.host, place.port or 0, is_master=False, timeout=timeout, wait_for_workers=False
+    )
+
+
+def _greet(host: str, port: int, greeting: dict[str, Any]) -> _Line | None:
+    """Return the connection to rank 0, if it listens there."""
+    try:
+        line = _Line(socket.create_connection((host, port), _ANSWER_S))
+    except OSError:
+        return None
+    limit = Deadline(_ANSWER_S)
+    with suppress(*_NONE_OF_OURS):
+        line.send(greeting, _ANSWER_S)
+        while wait_readable([line], limit.remaining_s):
+            for answer in line.receive(_LONGEST_GREETING):
+                if answer["token"] == greeting["token"]:
+                    line.send("here", _ANSWER_S)
+                    return line
+    line.close()
+    return None
+
+
+def _missing(complaint: str, limit_s: float, ranks: Iterable[int]) -> str:
+    missing = ", ".join(map(str, sorted(ranks)))
+    return f"{complaint} within {limit_s:g} s {_SET_IT}; missing: rank {missing}"
 
 
 def _limit_s() -> float:
@@ -199,7 +327,3 @@ def _limit_s() -> float:
         problem = f"{LIMIT}={text}: expected seconds, a number from 0 to {_LONGEST_S}"
         raise StartError(problem)
     return seconds
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]

@@ -65,6 +65,12 @@ class Ended:
     error: BaseException | None = None
     restarts: Sequence[str] = ()
 
+    def result(self) -> Any:
+        """Return the value, or raise the error."""
+        if self.error is not None:
+            raise self.error
+        return self.value
+
 
 @dataclass(frozen=True)
 class Failure:

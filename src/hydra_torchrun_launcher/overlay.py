@@ -39,11 +39,11 @@ def lay(values: Any, config: Any) -> None:
         more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         problem = (
             f"this rank composes a config of another structure than rank 0's: {shown}{more} "
-            "(a defaults list that depends on the rank or the host, or other files on this node?)"
+            "(a defaults list that depends on the rank or the host, other files on this node, or a "
+            "callback that adds keys?)"
         )
         raise StartError(problem)
-    with read_write(config), open_dict(config):
-        _lay(values, own, config)
+    _lay(values, own, config)
 
 
 def _differences(values: Any, own: Any, key: str) -> Iterator[str]:
@@ -66,11 +66,12 @@ def _differences(values: Any, own: Any, key: str) -> Iterator[str]:
 
 
 def _lay(values: Any, own: Any, node: Any) -> None:
-    for key in values if isinstance(values, dict) else range(len(values)):
-        if isinstance(values[key], dict | list):
-            _lay(values[key], own[key], node._get_node(key))  # noqa: SLF001 - [] would resolve it
-        elif not _same(values[key], own[key]):
-            node[key] = values[key]
+    with read_write(node), open_dict(node):  # a frozen dataclass has flags of its own
+        for key in values if isinstance(values, dict) else range(len(values)):
+            if isinstance(values[key], dict | list):
+                _lay(values[key], own[key], node._get_node(key))  # noqa: SLF001 - [] would resolve it
+            elif not _same(values[key], own[key]):
+                node[key] = values[key]
 
 
 def _same(value: Any, own: Any) -> bool:

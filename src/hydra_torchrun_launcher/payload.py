@@ -262,7 +262,7 @@ def cached_resolvers_mark() -> re.Pattern[str]:
 
 
 def _uses_cache(resolver: Any) -> bool:
-    # OmegaConf keeps this only in its wrapper's closure; test_payload.py fails if it moves.
+    # OmegaConf keeps this only in its wrapper's closure; test_seams.py fails if it moves.
     return bool(inspect.getclosurevars(resolver).nonlocals.get("use_cache", False))
 
 

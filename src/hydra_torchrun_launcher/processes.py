@@ -197,9 +197,11 @@ def exit_code(status: int) -> int:
 class Deadline:
     """A moment on the monotonic clock, or never."""
 
-    def __init__(self) -> None:
-        """Start as never."""
+    def __init__(self, seconds: float | None = None) -> None:
+        """Start as never, or as `seconds` from now."""
         self._at: float | None = None
+        if seconds is not None:
+            self.within(seconds)
 
     def within(self, seconds: float) -> None:
         """Bring it to `seconds` from now, unless it lies nearer already."""

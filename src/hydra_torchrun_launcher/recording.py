@@ -169,7 +169,7 @@ def _traceback(error: BaseException) -> str:
 
 def describe(error: BaseException) -> dict[str, Any]:
     """Return what can be said of an exception, as plain data."""
-    _drop_own_frames(error)
+    drop_own_frames(error)
     return {
         "status": "exit" if isinstance(error, SystemExit) else "raised",
         "type": type(error).__qualname__,
@@ -179,7 +179,8 @@ def describe(error: BaseException) -> dict[str, Any]:
     }
 
 
-def _drop_own_frames(error: BaseException) -> None:
+def drop_own_frames(error: BaseException) -> None:
+    """Let an exception's traceback begin in the user's code."""
     ours = os.path.dirname(__file__) + os.sep
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):

@@ -12,7 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from enum import Enum
+from enum import Enum, Flag
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,8 @@ def loads(text: str) -> Any:
 def _encode(value: Any, key: str) -> Any:  # noqa: PLR0911 - a case for each type
     if isinstance(value, Enum):  # before int and str, which an enum may also be
         kind = type(value)
-        return {_TAG: ["enum", kind.__module__, kind.__qualname__, value.name]}
+        word = ("flag", value.value) if isinstance(value, Flag) else ("enum", value.name)
+        return {_TAG: [word[0], kind.__module__, kind.__qualname__, word[1]]}
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -59,7 +60,7 @@ def _encode(value: Any, key: str) -> Any:  # noqa: PLR0911 - a case for each typ
         items = [_encode(item, f"{key}[{index}]") for index, item in enumerate(value)]
         return items if isinstance(value, list) else {_TAG: ["tuple", items]}
     if isinstance(value, dict):
-        if all(isinstance(name, str) for name in value) and _TAG not in value:
+        if all(type(name) is str for name in value) and _TAG not in value:
             return {name: _encode(item, f"{key}.{name}") for name, item in value.items()}
         pairs = [[_encode(k, key), _encode(item, f"{key}.{k}")] for k, item in value.items()]
         return {_TAG: ["dict", pairs]}
@@ -78,17 +79,30 @@ def _decode(found: dict[str, Any]) -> Any:
 
 
 def _member(module: str, qualname: str, name: str) -> Enum:
-    kind: Any = sys.modules.get(module)
-    for part in qualname.split("."):
-        kind = getattr(kind, part, None)
-    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
-        problem = f"This rank has no enum {module}.{qualname} with a member {name}"
+    kind = _enum(module, qualname)
+    if name not in kind.__members__:
+        problem = f"This rank's enum {module}.{qualname} has no member {name}"
         raise TransportError(problem)
     return kind[name]
 
 
+def _flag(module: str, qualname: str, value: int) -> Enum:
+    return _enum(module, qualname)(value)
+
+
+def _enum(module: str, qualname: str) -> type[Enum]:
+    kind: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        kind = getattr(kind, part, None)
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        problem = f"This rank has no enum {module}.{qualname}"
+        raise TransportError(problem)
+    return kind
+
+
 _DECODERS: dict[str, Callable[..., Any]] = {
     "enum": _member,
+    "flag": _flag,
     "float": float,
     "bytes": base64.b64decode,
     "path": Path,

@@ -45,11 +45,27 @@ def dangerous() -> str:
     return "safe"
 
 
+def stopping() -> str:
+    """Stop this rank while it composes, if it is the one, and say that it does."""
+    is_the_one = os.environ["RANK"] == os.environ.get("STOPS_COMPOSING")
+    if is_the_one and not Path("stopped").exists():  # once, though Hydra resolves it again
+        unfinished = Path("stopped.unfinished")
+        unfinished.write_text(str(os.getpid()))
+        unfinished.rename("stopped")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return "safe"
+
+
 ConfigStore.instance().store(name="size", group="size", node=Size)
 MORE = json.loads(os.environ.get("MORE", "{}"))
 ConfigStore.instance().store(name="more", group="more", node=MORE)
 OmegaConf.register_new_resolver("cached_in_script", random.random, use_cache=True)
 OmegaConf.register_new_resolver("dangerous", dangerous)
+OmegaConf.register_new_resolver("stopping", stopping)
+LARGE = {"text": "x" * int(os.environ.get("LARGE", "0"))}
+ConfigStore.instance().store(name="large", group="large", node=LARGE)
+if os.environ.get("BLOCKS"):
+    Path("blocked", os.environ["BLOCKS"]).mkdir(parents=True, exist_ok=True)
 if os.environ.get("DIES_AT_IMPORT"):
     sys.exit("dies at import")
 
@@ -60,6 +76,11 @@ def await_records(count: int) -> None:
     while len(list(FOLDER.glob("task.*.json"))) < count:
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@hydra_torchrun_launcher.main(version_base="1.3", config_path=None)
+def called(cfg: DictConfig) -> None:
+    rank_records.write("call", x=cfg.x)
 
 
 @hydra_torchrun_launcher.main(version_base="1.3", config_path=".", config_name="started")
@@ -87,12 +108,15 @@ def main(cfg: DictConfig) -> Any:
         size=[type(size).__name__, size.width, size.color.name, str(size.path)],
         size_is_ours=isinstance(size, Size) and size.color in (Color.RED, Color.BLUE),
         hydra=OmegaConf.to_yaml(HydraConfig.get()),
+        resolved_dir=HydraConfig.get().run.dir,
         output_dir=HydraConfig.get().runtime.output_dir,
         set_by_job=os.environ.get("SET_BY_JOB"),
         cwd=os.getcwd(),
         env={k: v for k, v in os.environ.items() if k.isupper()},
         total=total,
     )
+    if cfg.get("calls"):
+        called(OmegaConf.create({"x": 3}))
     if cfg.get("nested") and os.environ["RANK"] == "1":
         command = [sys.executable, __file__, "hydra.run.dir=nested"]
         subprocess.run(command, check=True, timeout=60)
@@ -107,4 +131,6 @@ def main(cfg: DictConfig) -> Any:
 
 if __name__ == "__main__":
     main()
-    print("after main")
+    print("after main", flush=True)
+    if os.environ.get("ENDS_HARD"):
+        os._exit(0)
