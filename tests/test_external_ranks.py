@@ -66,7 +66,7 @@ def seen(tmp_path: Path, count: int) -> list[dict[str, Any]]:
 
 
 def await_stopped(run: Sweep) -> psutil.Process:
-    """Return the rank that stops itself while it composes, once it has."""
+    """Return the rank that stops itself, once it has."""
     run.await_file("stopped")
     rank = psutil.Process(int((run.directory / "stopped").read_text()))
     deadline = time.monotonic() + HANG_S
@@ -76,9 +76,9 @@ def await_stopped(run: Sweep) -> psutil.Process:
     return rank
 
 
-def await_end(rank: psutil.Process) -> None:
+def await_end(rank: psutil.Process, limit_s: float = HANG_S) -> None:
     """Wait until a rank has ended, whether its starter has noticed or not."""
-    deadline = time.monotonic() + HANG_S
+    deadline = time.monotonic() + limit_s
     with suppress(psutil.NoSuchProcess):
         while rank.status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < deadline
@@ -353,6 +353,17 @@ def test_rank_that_is_lost_while_the_others_wait(start: Start) -> None:
     send(stopped, signal.SIGCONT)
     assert run.wait().status != 0
     assert "rank 2 was lost before the task function could start" in run.output
+
+
+def test_rank_that_waits_for_another_to_leave_hears_a_signal(start: Start) -> None:
+    """Rank 0 lets the others leave first, unless somebody ends it."""
+    run = start(srun(2), "typo=1", environ={"RANK_1_STOPS_LEAVING": "1"})
+    stopped = await_stopped(run)
+    (waiting,) = [p for p in psutil.Process(run.popen.pid).children() if p != stopped]
+    send(waiting, signal.SIGTERM)
+    await_end(waiting, 15)  # it would leave by itself after 30 s
+    send(stopped, signal.SIGCONT)
+    assert run.wait().status != 0
 
 
 def test_rank_0_that_leaves_at_once(start: Start) -> None:

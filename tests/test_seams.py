@@ -112,6 +112,13 @@ def test_cached_resolvers_are_found() -> None:
     assert isinstance(BaseContainer._resolvers, dict)
 
 
+def test_names_of_configs() -> None:
+    """What ranks that others started use of HydraConfig and of OmegaConf's nodes."""
+    root = OmegaConf.create({"hydra": {"run": "${x}"}, "x": 3})
+    assert root.hydra._get_root() is root
+    assert root.hydra._get_node("run")._value() == "${x}"
+
+
 def test_closure_keeps_its_file_name_and_its_module() -> None:
     """A function by value comes back with its code's file and its module's own globals."""
     import pickle

@@ -173,3 +173,28 @@ def test_sweep_by_our_decorator(sweep: Run) -> None:
     run = sweep("faults.py", "point=0,1", environ={"APP_MAIN": "ours"}).wait()
     assert [job["text"] for job in run.jobs()] == ["42", "42"], run.output
     assert run.status == 0
+
+
+def test_task_that_is_an_object(sweep: Run) -> None:
+    """Its config directory is found beside its script, in one process and in ranks."""
+    run = sweep("called.py", launcher=None, nproc=0, flags=[], sweep_dir=None).wait()
+    assert (run.status, run.output.count("called with 3")) == (0, 1), run.output
+    run = sweep("called.py", single=True).wait()
+    assert (run.status, run.output.count("called with 3")) == (0, 1), run.output
+
+
+def test_app_without_a_launcher(sweep: Run) -> None:
+    """A config may have no launcher at all."""
+    run = sweep(
+        "called.py", "~hydra/launcher", launcher=None, nproc=0, flags=[], sweep_dir=None
+    ).wait()
+    assert (run.status, run.output.count("called with 3")) == (0, 1), run.output
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="frames cannot be taken away before")
+def test_plain_run_shows_no_frame_of_ours(sweep: Run) -> None:
+    """What a task raises in one process looks as with Hydra's own decorator."""
+    run = sweep("called.py", "fails=true", launcher=None, nproc=0, flags=[], sweep_dir=None).wait()
+    assert run.status == 1
+    assert "ValueError: asked to fail" in run.output
+    assert "hydra_torchrun_launcher/" not in run.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -49,11 +50,16 @@ def stopping() -> str:
     """Stop this rank while it composes, if it is the one, and say that it does."""
     is_the_one = os.environ["RANK"] == os.environ.get("STOPS_COMPOSING")
     if is_the_one and not Path("stopped").exists():  # once, though Hydra resolves it again
-        unfinished = Path("stopped.unfinished")
-        unfinished.write_text(str(os.getpid()))
-        unfinished.rename("stopped")
-        os.kill(os.getpid(), signal.SIGSTOP)
+        stop()
     return "safe"
+
+
+def stop() -> None:
+    """Stop this rank, and say that it does."""
+    unfinished = Path("stopped.unfinished")
+    unfinished.write_text(str(os.getpid()))
+    unfinished.rename("stopped")
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 ConfigStore.instance().store(name="size", group="size", node=Size)
@@ -66,6 +72,8 @@ LARGE = {"text": "x" * int(os.environ.get("LARGE", "0"))}
 ConfigStore.instance().store(name="large", group="large", node=LARGE)
 if os.environ.get("BLOCKS"):
     Path("blocked", os.environ["BLOCKS"]).mkdir(parents=True, exist_ok=True)
+if os.environ.get("STOPS_LEAVING"):
+    atexit.register(stop)
 if os.environ.get("DIES_AT_IMPORT"):
     sys.exit("dies at import")
 
