@@ -94,7 +94,7 @@ MUTANTS = [
     Mutant("single", "payload.evaluate_cached_resolvers(config)", "pass", "test_single_runs.py::test_ranks_of_a_single_run[forkserver]"),
     Mutant("single", "self.signum = watch.received", "pass", "test_single_runs.py::test_signal_stops_a_single_run[2]"),
     Mutant("single", 'JobRunner(config, "hydra.run.dir")', 'JobRunner(config, "hydra.sweep.dir")', "test_single_runs.py::test_directory_that_cannot_be_made"),
-    Mutant("entry", "raise SystemExit(1) from None", "pass", "test_single_runs.py::test_bad_setting_of_a_single_run"),
+    Mutant("entry", "            raise SystemExit(1) from None", "            pass", "test_single_runs.py::test_bad_setting_of_a_single_run"),
     Mutant("payload", "decorator._run_hydra = guard.starting = stop", "decorator._run_hydra = stop", "test_single_runs.py::test_script_without_a_guard"),
     Mutant("external", 'arguments["overrides"].append(f"hydra.run.dir={quoted}")', "pass", "test_external_ranks.py::test_restarted_ranks_meet_the_same_directory[one_node-1]"),
     Mutant("external", "os.environ.update({**place.variables, MARK: place.mark})", "os.environ.update(place.variables)", "test_external_ranks.py::test_app_started_by_a_rank_is_no_rank[srun]"),
