@@ -72,6 +72,7 @@ def run(plan: dict[str, Any], channel: Channel) -> None:
 def _launch(settings: dict[str, Any], keeper: _Keeper) -> dict[str, Any]:
     keeper.grace_s = settings["shutdown_timeout_s"]
     keeper.wait_s = settings["monitor_interval_s"]
+    keeper.job_label = settings["job_label"]
     fields = {field.name for field in dataclasses.fields(LaunchConfig)}
     unknown = sorted(set(settings["launch_config"]) - fields)
     if unknown:
@@ -131,6 +132,7 @@ class _Keeper:
         self._attempts = 0
         self.grace_s = 0.0
         self.wait_s = 0.1
+        self.job_label = ""
         self.tails = Tails()
         self.failures: dict[int, int] = {}
         self.finished = False
@@ -206,8 +208,13 @@ class _Ranks(PContext):
         self._keeper = keeper
         self._pids: dict[int, int] = {}
         prefixes = arguments.get("log_line_prefixes") or {}
+        job = keeper.job_label
         for (local_rank, stream), name in arguments["logs_specs"].shown_by_us.items():
-            prefix = prefixes.get(local_rank, f"[{arguments['name']}{local_rank}]:")
+            if job and local_rank not in prefixes:
+                prefix = f"[{job}, rank {self.envs[local_rank]['RANK']}] "
+            else:
+                usual = prefixes.get(local_rank, f"[{arguments['name']}{local_rank}]:")
+                prefix = f"[{job}]{usual}" if job else usual
             keeper.tails.follow(name, prefix, stream)
 
     def _start(self) -> None:

@@ -123,5 +123,28 @@ class TorchrunConf:
     """Local ranks whose output may reach the console, as in `0,1`; the others write to their files.
     Empty: all."""
 
+    n_jobs: Any = 1
+    """Jobs of a sweep that run at once: a number from 1, or `auto`: as many as fit on the
+    accelerators, or on the CPU cores where there are none. One value for the sweep."""
+
+    devices: Any = None
+    """Accelerators that the sweep may use, a list of names as the visibility variable
+    (CUDA_VISIBLE_DEVICES or its like) takes them. Null: all that this process sees. One value for
+    the sweep."""
+
+    jobs_per_device: int = 1
+    """How many jobs may share an accelerator. One value for the sweep."""
+
+    fail_fast: bool = False
+    """Once a job has failed, stop those that run and start no more. One value for the sweep."""
+
+    retries: int = 0
+    """How often a job that failed runs again, in new processes."""
+
+    timeout_s: float | None = None
+    """Seconds that a job may take, from the start of its processes; then it is ended and has
+    failed, and its ranks' Python stacks are in their logs. Each retry has the whole time. Null: no
+    limit."""
+
     extra: dict[str, Any] = field(default_factory=dict)
     """Any other field of the installed torch's LaunchConfig, by its name."""

@@ -73,6 +73,20 @@ class JobStoppedError(LauncherError):
         return (type(self), (self.signum,))
 
 
+class FailFastError(LauncherError):
+    """Another job's failure has ended the sweep."""
+
+    def __init__(self, what: str, failed: str) -> None:
+        """Keep what it did to this job, a phrase such as 'not started', and the other's name."""
+        self.what = what
+        self.failed = failed
+        super().__init__(f"{what}, because {failed} failed (hydra.launcher.fail_fast)")
+
+    def __reduce__(self) -> tuple[type[FailFastError], tuple[str, str]]:
+        """Rebuild from both."""
+        return (type(self), (self.what, self.failed))
+
+
 @dataclass(frozen=True)
 class RankPlace:
     """Where a rank ran: what a person needs to find its log.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from hydra_torchrun_launcher.outcomes import Failure, describe, load_value
 from hydra_torchrun_launcher.processes import Deadline, flush_standard_streams, kill
 from hydra_torchrun_launcher.servers import Server
 from hydra_torchrun_launcher.signals import SignalWatch
-from hydra_torchrun_launcher.wire import Closed, Fd, channel_pair, wait_readable
+from hydra_torchrun_launcher.wire import Closed, Fd, channel_pair
 
 log = logging.getLogger(__name__)
 
@@ -34,13 +34,13 @@ class HandedOver:
     """What the launching process knows of a job that runs.
 
     Attributes:
-        number: its number in the sweep, for the server.
+        key: tells it from the server's other jobs.
         name: what messages call it.
         max_restarts: how often its ranks may start again.
         shutdown_timeout_s: how long its ranks have to leave once they were asked to.
     """
 
-    number: int
+    key: int
     name: str
     max_restarts: int
     shutdown_timeout_s: float
@@ -63,7 +63,7 @@ class JobRun:
             document: the plan and the ranks' payload.
             owns_server: end the server with the job.
         """
-        self._number = number = job.number
+        self._key = job.key
         self._name = job.name
         self._max_restarts = job.max_restarts
         self._shutdown_timeout_s = job.shutdown_timeout_s
@@ -79,12 +79,15 @@ class JobRun:
         self._value: Fd | None = None
         self._ended: dict[str, Any] | None = None
         self._signals_sent = 0
+        self._cannot_go_on: Exception | None = None
+        self._ended_for: Exception | None = None
         self._stopped_by: int | None = None
         self._job, keepers_end = channel_pair()
         flush_standard_streams()
         try:
             fds = (keepers_end.fileno(), document.fileno(), 0, 1, 2)
-            server.channel.send({"op": "job", "job": number}, fds)
+            server.listeners[job.key] = self._hear_server
+            server.channel.send({"op": "job", "job": job.key}, fds)
         except Closed as error:
             server.dead = True
             problem = f"the launcher's server (pid {server.pid}) was lost"
@@ -93,29 +96,41 @@ class JobRun:
             keepers_end.close()
             document.close()
 
-    def watch(self, watch: SignalWatch) -> None:
-        """Follow the job until nothing of it is left."""
-        handlers: dict[Any, Callable[[], None]] = {
-            watch: watch.drain,
-            self._job: self._hear_keeper,
-            self._server.channel: self._hear_server,
-        }
-        while self._job.fileno() >= 0 or not (self._ended or self._server.dead):
-            self._pass_on(watch)
-            ready = wait_readable(handlers, self._wait_s)
-            for source in ready:
-                handlers[source]()
-            if not ready and self._server.start_s_left == 0:
-                self._server.give_up()
-            if self._limit.passed:
-                self._end_by_force()
-        if self._owns_server:
-            self._server.close()
+    @property
+    def server(self) -> Server:
+        """The server that forks its keeper."""
+        return self._server
 
     @property
-    def _wait_s(self) -> float | None:
+    def is_over(self) -> bool:
+        """Whether nothing of the job is left, or nothing more can be heard of it."""
+        heard_all = self._job.fileno() < 0 and (self._ended is not None or self._server.dead)
+        return heard_all or self._cannot_go_on is not None
+
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable when its keeper speaks, or -1."""
+        return self._job.fileno()
+
+    @property
+    def wait_s(self) -> float | None:
+        """Seconds until `keep_time` has something to do; None: never."""
         limits = (self._server.start_s_left, self._limit.remaining_s)
         return min((limit for limit in limits if limit is not None), default=None)
+
+    def keep_time(self) -> None:
+        """Act on limits that have passed.
+
+        Raises:
+            StartError: the server has not started in time.
+        """
+        if self._server.start_s_left == 0:
+            self._server.give_up()
+        if self._limit.passed:
+            self._end_by_force()
+
+    def give_up(self, error: Exception) -> None:
+        """Know the job no more: its result is this error."""
+        self._cannot_go_on = error
 
     def _end_by_force(self) -> None:
         """End a keeper, then a server, that does not answer: stopped, or stuck in the kernel.
@@ -132,32 +147,46 @@ class JobRun:
             self._server.close()
             self._job.close()
 
-    def _pass_on(self, watch: SignalWatch) -> None:
+    def pass_on(self, watch: SignalWatch) -> None:
         """Hand signals on: the first asks the ranks to leave, a second kills them."""
         while self._signals_sent < min(watch.count, 2) and self._job.fileno() >= 0:
             self._signals_sent += 1
             self._stopped_by = watch.received
-            if not self._server.ready:  # it imports still: there may be nobody to hear the order
-                self._server.close()
-                self._done = {"state": "stopped", "signal": watch.received}
-                return
-            order: dict[str, Any] = {"op": "kill"}
-            self._limit.within(_KILL_S)
-            if self._signals_sent == 1:
-                order = {"op": "stop", "signal": watch.received}
-                self._limit.clear()
-                self._limit.within(self._shutdown_timeout_s + _KEEPER_ANSWERS_S)
+            if not self._server.ready:
+                self._give_server_up(watch.received or 0)
+            elif self._signals_sent == 1:
                 name = signal_name(watch.received or 0)
                 log.warning("%s: stopping on %s; a second signal kills it", self._name, name)
-            try:
-                self._job.send(order)
-            except Closed:
-                return
+                self._ask_to_leave(watch.received or 0)
+            else:
+                self._limit.within(_KILL_S)
+                self._order({"op": "kill"})
 
-    def _hear_server(self) -> None:
-        message = self._server.hear()
-        if message is None or message.get("job") != self._number:
-            return
+    def stop(self, error: Exception) -> None:
+        """End the job: its ranks are asked to leave, and its result is this error."""
+        if self._ended_for is None and not self._signals_sent:
+            self._ended_for = error
+            log.warning("%s: %s", self._name, error)
+            if self._server.ready:
+                self._ask_to_leave(signal.SIGTERM)
+            else:
+                self._give_server_up(signal.SIGTERM)
+
+    def _give_server_up(self, signum: int) -> None:
+        """End a server that imports still: there may be nobody to hear an order."""
+        self._server.close()
+        self._done = {"state": "stopped", "signal": signum}
+
+    def _ask_to_leave(self, signum: int) -> None:
+        self._limit.clear()
+        self._limit.within(self._shutdown_timeout_s + _KEEPER_ANSWERS_S)
+        self._order({"op": "stop", "signal": signum})
+
+    def _order(self, order: dict[str, Any]) -> None:
+        with suppress(Closed):  # it is over
+            self._job.send(order)
+
+    def _hear_server(self, message: dict[str, Any]) -> None:
         if message["op"] == "kept":
             self._keeper_pid = message["pid"]
         elif message["op"] == "ended":
@@ -166,7 +195,8 @@ class JobRun:
             self._done = {"state": "refused", "message": message["message"]}
             self._ended = message
 
-    def _hear_keeper(self) -> None:
+    def hear_keeper(self) -> None:
+        """Take in the keeper's next message."""
         try:
             message, fds = self._job.receive()
         except Closed:
@@ -188,7 +218,7 @@ class JobRun:
                 log.warning("%s: %s", self._name, describe("stuck", message, None))
 
     def _note_failure(self, failure: Failure) -> None:
-        if self._signals_sent:
+        if self._signals_sent or self._ended_for is not None:
             return  # how ranks answer a signal is no failure: the job was stopped
         if failure.attempt != self._attempt:
             self._attempt, self._failures = failure.attempt, []
@@ -208,19 +238,30 @@ class JobRun:
 
     def close(self) -> None:
         """Hang up: what still runs of the job is ended by its keeper."""
+        self._server.listeners.pop(self._key, None)
+        if self.is_over and self._owns_server:
+            self._server.close()
         if self._job.fileno() >= 0:
             # Its keeper ends it in its own time; until then the server has children to wait for.
             self._server.patience_s = self._shutdown_timeout_s + _KEEPER_ANSWERS_S
             self._job.hang_up()
 
     def result(self) -> tuple[Any, BaseException | None]:
-        """Return rank 0's value, or None and why the job failed."""
+        """Return rank 0's value, or None and why the job failed.
+
+        Raises:
+            Exception: what `give_up` was given.
+        """
+        if self._cannot_go_on is not None:
+            raise self._cannot_go_on
         done = self._done or {"state": "keeper lost"}
         if self._done is None and self._stopped_by is not None:
             done = {"state": "stopped", "signal": self._stopped_by}
         state = done["state"]
         if state == "succeeded" and self._value is not None:
             return load_value(self._value)
+        if self._ended_for is not None:
+            return None, self._ended_for
         if state == "stopped" and self._stopped_by is not None:
             return None, JobStoppedError(done["signal"])
         if state in ("refused", "broken"):

@@ -1,5 +1,5 @@
-"""Runs a sweep's jobs one after another and returns their JobReturns in order (runs in the
-launching process).
+"""Runs a sweep's jobs, as many at once as there is room for, and returns their JobReturns in order
+(runs in the launching process).
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,43 @@ from hydra.core.utils import JobReturn, configure_log, filter_overrides, setup_g
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import open_dict
 
-from hydra_torchrun_launcher.errors import JobStoppedError, StartError, refused
+from hydra_torchrun_launcher.errors import (
+    FailFastError,
+    JobStoppedError,
+    SettingsError,
+    StartError,
+    refused,
+)
 from hydra_torchrun_launcher.guard import TASK
 from hydra_torchrun_launcher.hydra_job import HydraJob, share_settings
+from hydra_torchrun_launcher.outcomes import Ended
+from hydra_torchrun_launcher.plans import Begun
 from hydra_torchrun_launcher.runner import JobRunner
 from hydra_torchrun_launcher.signals import SignalWatch
+from hydra_torchrun_launcher.slots import Share
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A job that has not started."""
+
+    number: int
+    overrides: Sequence[str]
+    ranks: int
+    """How many it has per node; 0 where nothing is lent and it does not matter."""
+
+
+@dataclass
+class _Running:
+    """A job that has."""
+
+    job: HydraJob
+    share: Share
+    retries: int
+    tries: list[str] = field(default_factory=list)
+    """What is said of those that failed."""
 
 
 class SweepRunner:
@@ -37,13 +68,15 @@ class SweepRunner:
         self._config = config
         self._shared: dict[str, Any] = {}
         self._jobs = JobRunner(config, "hydra.sweep.dir")
+        self.failed_fast: str | None = None
+        """The job whose failure has ended the sweep, by hydra.launcher.fail_fast."""
 
     def close(self) -> None:
         """End what still runs, and the servers."""
         self._jobs.close()
 
     def run(self, job_overrides: Sequence[Sequence[str]], first_number: int) -> list[JobReturn]:
-        """Run jobs one after another.
+        """Run jobs until all have ended.
 
         Args:
             job_overrides: the overrides of each job.
@@ -51,9 +84,13 @@ class SweepRunner:
 
         Returns:
             A JobReturn for each job, in order; a failed job's has its exception inside.
+
+        Raises:
+            SettingsError: a job can never run.
+            JobStoppedError: a signal came, and the user's handler for it lets the app go on.
         """
         setup_globals()
-        self._log_as_sweep()
+        self.log_as_sweep()
         try:
             Path(str(self._config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
         except OSError as problem:
@@ -63,11 +100,8 @@ class SweepRunner:
         watch = SignalWatch(self._jobs.signals)
         returns = []
         try:
-            for number, overrides in enumerate(job_overrides, first_number):
-                if watch.received is not None:
-                    break
-                log.info("\t#%d : %s", number, " ".join(filter_overrides(overrides)))
-                returns.append(self._run_job(number, overrides, watch))
+            jobs = self._sized(job_overrides, first_number, watch)
+            returns = _Batch(self, self._jobs, watch).run(jobs)
         finally:
             if watch.received is not None:
                 self.close()
@@ -77,26 +111,136 @@ class SweepRunner:
             raise JobStoppedError(watch.received)  # where the user's handler lets the app go on
         return returns
 
-    def _run_job(self, number: int, overrides: Sequence[str], watch: SignalWatch) -> JobReturn:
+    def _sized(
+        self, job_overrides: Sequence[Sequence[str]], first_number: int, watch: SignalWatch
+    ) -> list[_Waiting]:
+        """Find out how many ranks each job has, where that decides when it can run."""
+        lender = self._jobs.lender(watch)
+        if lender.notice:
+            log.warning(lender.notice)
+        jobs, problems = [], []
+        for number, overrides in enumerate(job_overrides, first_number):
+            ranks = 0
+            try:
+                if lender.lends:
+                    ranks = self._jobs.ranks(self._compose(number, overrides), watch)
+            except SettingsError as error:
+                problems += [f"job #{number}: {problem}" for problem in error.problems]
+            jobs.append(_Waiting(number, overrides, ranks))
+        if problems:
+            raise SettingsError(problems)
+        return jobs
+
+    def make(self, number: int, overrides: Sequence[str]) -> HydraJob:
+        """Compose a job."""
+        return HydraJob(self._context, self._task_function, self._compose(number, overrides))
+
+    def _compose(self, number: int, overrides: Sequence[str]) -> Any:
         config = self._context.config_loader.load_sweep_config(self._config, list(overrides))
         with open_dict(config):
             config.hydra.job.id = str(number)
             config.hydra.job.num = number
-        job = HydraJob(self._context, self._task_function, config)
+        return config
+
+    def finish(self, running: _Running, ended: Ended) -> JobReturn:
+        """Do what comes after a job."""
+        try:
+            result = running.job.finish(ended)
+        finally:
+            self.log_as_sweep()
+        share_settings(result, self._shared)
+        return result
+
+    def log_as_sweep(self) -> None:
+        """Put the sweep's logging in force, after a job's has been."""
+        configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
+
+
+class _Batch:
+    """The jobs of one batch: those that wait, those that run, and how the others ended."""
+
+    def __init__(self, sweep: SweepRunner, jobs: JobRunner, watch: SignalWatch) -> None:
+        self._sweep = sweep
+        self._jobs = jobs
+        self._watch = watch
+        self._lender = jobs.lender(watch)
+        self._running: dict[Begun, _Running] = {}
+        self._returns: dict[int, JobReturn] = {}
+
+    def run(self, jobs: Sequence[_Waiting]) -> list[JobReturn]:
+        """Run jobs until all have ended, or a signal has come and those that ran have.
+
+        The largest of those that wait go first, and smaller ones take what is left. So a large job
+        waits only for others of its size or larger, each of which gives back enough for it.
+        """
+        waiting = sorted(jobs, key=lambda job: -job.ranks)  # in their own order where alike
+        while True:
+            waiting = [job for job in waiting if not self._start(job)]
+            if not self._running:
+                break
+            for begun, ended in self._jobs.wait(self._watch):
+                self._end(begun, ended)
+        return [self._returns[number] for number in sorted(self._returns)]
+
+    def _start(self, waiting: _Waiting) -> bool:
+        """Start a job if there is room for it."""
+        if self._watch.received is not None:
+            return False
+        number, failed = waiting.number, self._sweep.failed_fast
+        share = self._lender.take(waiting.ranks)
+        if share is None:
+            return False
+        job = self._sweep.make(number, waiting.overrides)
+        if failed is not None:
+            self._lender.give_back(share)
+            self._returns[number] = job.not_begun(FailFastError("not started", failed))
+            return True
+        log.info("\t#%d : %s", number, " ".join(filter_overrides(waiting.overrides)))
         try:
             begun = job.begin(number)
         except OSError as problem:
             error = StartError(refused(problem))
             log.error("Job #%d failed: %s", number, error)  # noqa: TRY400 - a sentence is enough
-            return job.not_begun(error)
-        self._log_as_sweep()
-        ended = self._jobs.run(begun, watch)
-        try:
-            result = job.finish(ended)
-        finally:
-            self._log_as_sweep()
-        share_settings(result, self._shared)
-        return result
+            self._lender.give_back(share)
+            self._returns[number] = job.not_begun(error)
+            self._fail_fast(f"job #{number}")
+            return True
+        self._sweep.log_as_sweep()
+        self._running[begun] = _Running(job, share, self._jobs.retries(begun))
+        self._try(begun)
+        return True
 
-    def _log_as_sweep(self) -> None:
-        configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
+    def _try(self, begun: Begun) -> None:
+        ended = self._jobs.start(begun, self._running[begun].share, self._watch)
+        if ended is not None:
+            self._end(begun, ended)
+
+    def _end(self, begun: Begun, ended: Ended) -> None:
+        running = self._running[begun]
+        if ended.error is not None and self._may_retry(running, ended.error):
+            tried = len(running.tries) + 1
+            again = f"it runs again (retry {tried} of {tried + running.retries - 1})"
+            log.warning("%s failed: %s", begun.name, again)
+            said = f"{type(ended.error).__name__}: {str(ended.error).partition(chr(10))[0]}"
+            running.tries += [*ended.restarts, f"{again}, as it failed: {said}"]
+            running.retries -= 1
+            self._try(begun)
+            return
+        del self._running[begun]
+        self._lender.give_back(running.share)
+        ended = replace(ended, restarts=[*running.tries, *ended.restarts])
+        self._returns[begun.number or 0] = self._sweep.finish(running, ended)
+        if ended.error is not None:
+            self._fail_fast(begun.name.lower())
+
+    def _may_retry(self, running: _Running, error: BaseException) -> bool:
+        is_stopping = self._watch.received is not None or self._sweep.failed_fast is not None
+        in_vain = isinstance(error, SettingsError | JobStoppedError)
+        return running.retries > 0 and not is_stopping and not in_vain
+
+    def _fail_fast(self, name: str) -> None:
+        """Stop what runs, if a failed job is to end the sweep."""
+        if self._jobs.fail_fast and self._sweep.failed_fast is None:
+            self._sweep.failed_fast = name
+            for begun in self._running:
+                self._jobs.stop(begun, FailFastError("stopped", name))

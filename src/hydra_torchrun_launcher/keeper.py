@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from hydra_torchrun_launcher import agent
@@ -84,6 +85,9 @@ class Keeper:
     def run(self) -> Role | None:
         """Keep the job until nothing of it is left; returns in forked children only."""
         adopt_orphans()
+        if self._plan["cores"]:  # a rank's are its keeper's, whatever kind of process it is
+            with suppress(OSError):  # one has gone offline meanwhile
+                os.sched_setaffinity(0, self._plan["cores"])
         self._watch = ChildWatch()
         # One descriptor a rank is more than some limits allow; ranks get theirs back.
         self._file_limits = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -53,9 +53,9 @@ class RankLogs(LogsSpecs):
                 (_OUT, STDOUT, destination.stdouts, destination.tee_stdouts),
                 (_ERR, STDERR, destination.stderrs, destination.tee_stderrs),
             ):
-                on_console, teed = (
-                    self._on_console(local_rank),
-                    self._wants("tee", local_rank, stream),
+                on_console = self._on_console(local_rank)
+                teed = self._wants("tee", local_rank, stream) or self._is_labelled(
+                    local_rank, stream
                 )
                 filed = teed or self._wants("redirects", local_rank, stream) or not on_console
                 to_file[local_rank] = str(folder / name) if filed else ""
@@ -68,6 +68,11 @@ class RankLogs(LogsSpecs):
     def _wants(self, setting: str, local_rank: int, stream: int) -> bool:
         by_rank = self._settings[setting]
         return bool(int(by_rank.get(str(local_rank), by_rank.get("-1", 0))) & stream)
+
+    def _is_labelled(self, local_rank: int, stream: int) -> bool:
+        """Whether it goes to the console line by line, as other jobs use the console too."""
+        labelled = bool(self._settings["job_label"]) and self._on_console(local_rank)
+        return labelled and not self._wants("redirects", local_rank, stream)
 
     def _on_console(self, local_rank: int) -> bool:
         console = self._settings["console_ranks"]

@@ -29,6 +29,30 @@ def cpu_cores(root: Path = Path("/")) -> int:
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
 
 
+def core_numbers() -> tuple[int, ...]:
+    """Return the cores that this process may use, as many as its cgroup's quota allows."""
+    count = cpu_cores()
+    if not hasattr(os, "sched_getaffinity"):
+        return tuple(range(count))
+    return tuple(sorted(os.sched_getaffinity(0))[:count])
+
+
+_DRIVERS = (
+    "proc/driver/nvidia/gpus", "dev/nvidiactl", "dev/kfd", "dev/dri", "dev/dxg", "dev/accel",
+    "dev/davinci_manager",
+)  # fmt: skip
+"""Where the kernel shows NVIDIA, AMD, Intel and other accelerators."""
+
+
+def may_have_accelerators(root: Path = Path("/")) -> bool:
+    """Tell whether torch may see accelerators here: only it can say, and that takes its time.
+
+    Args:
+        root: where the file systems of the kernel begin.
+    """
+    return any((root / name).exists() for name in _DRIVERS)
+
+
 def nvidia_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:
     """Return how many NVIDIA GPUs a process with this environment sees, without touching them.
 

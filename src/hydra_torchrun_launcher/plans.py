@@ -11,9 +11,12 @@ from typing import Any
 
 from hydra_torchrun_launcher.payload import Program, Work
 from hydra_torchrun_launcher.settings import Settings
+from hydra_torchrun_launcher.slots import Share
+
+_EVERYTHING = Share()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Begun:
     """A job for which Hydra has done all that comes before the task.
 
@@ -54,12 +57,16 @@ class Surroundings:
         working_dir: where they run.
         program: the user's program.
         rank_files: folder for their files; None for none.
+        share: their part of the machine.
+        job_label: what lines on the console begin with where jobs run at once; else empty.
     """
 
     environ: Mapping[str, str]
     working_dir: str
     program: Program
     rank_files: str | None
+    share: Share
+    job_label: str
 
 
 def job_plan(settings: Settings, nproc: int, found: Surroundings) -> dict[str, Any]:
@@ -71,6 +78,7 @@ def job_plan(settings: Settings, nproc: int, found: Surroundings) -> dict[str, A
         "start_method": settings.start_method.name,
         "shutdown_timeout_s": settings.shutdown_timeout_s,
         "numa_binding": settings.numa_binding,
+        "cores": found.share.cores,
         "agent": {
             "nproc_per_node": nproc,
             "run_id": settings.run_id,
@@ -84,11 +92,21 @@ def job_plan(settings: Settings, nproc: int, found: Surroundings) -> dict[str, A
             "console_ranks": settings.console_ranks,
             "launch_config": settings.launch_config,
             "rank_files": found.rank_files,
+            "job_label": found.job_label,
         },
     }
 
 
-def with_thread_limit(environ: Mapping[str, str], nproc: int | str) -> dict[str, str]:
-    """Keep ranks from each using all cores, as the torchrun command does (torch's API does not)."""
-    limit = {} if nproc == 1 or "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": "1"}
+def with_thread_limit(
+    environ: Mapping[str, str], nproc: int | str, share: Share = _EVERYTHING
+) -> dict[str, str]:
+    """Keep ranks from each using all cores, as the torchrun command does (torch's API does not).
+
+    A job that has cores of its own uses them all.
+    """
+    if "OMP_NUM_THREADS" in environ:
+        return {**environ}
+    if share.cores is not None and isinstance(nproc, int):
+        return {**environ, "OMP_NUM_THREADS": str(max(1, len(share.cores) // nproc))}
+    limit = {} if nproc == 1 else {"OMP_NUM_THREADS": "1"}
     return {**environ, **limit}

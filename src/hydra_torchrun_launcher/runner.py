@@ -4,12 +4,13 @@ in the launching process).
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 import os
 import random
 import sys
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -25,6 +26,7 @@ from hydra_torchrun_launcher.errors import (
     refused,
 )
 from hydra_torchrun_launcher.job_run import HandedOver, JobRun
+from hydra_torchrun_launcher.lending import Lender
 from hydra_torchrun_launcher.outcomes import Ended
 from hydra_torchrun_launcher.payload import Program, Work, pack
 from hydra_torchrun_launcher.plans import Begun, Surroundings, job_plan, with_thread_limit
@@ -32,7 +34,8 @@ from hydra_torchrun_launcher.processes import open_standard_streams
 from hydra_torchrun_launcher.servers import Pool, Server
 from hydra_torchrun_launcher.settings import Settings, check
 from hydra_torchrun_launcher.signals import SignalWatch
-from hydra_torchrun_launcher.wire import anonymous_file, write_document
+from hydra_torchrun_launcher.slots import Accelerators, Share
+from hydra_torchrun_launcher.wire import Readable, anonymous_file, wait_readable, write_document
 
 log = logging.getLogger(__name__)
 
@@ -57,60 +60,148 @@ class JobRunner:
         open_standard_streams()
         preconditions.check_directory(directory, str(OmegaConf.select(config, directory)))
         self._pool = Pool()
-        self._accelerators: dict[str, int] | None = None
+        self._lender: Lender | None = None
         self._directories: dict[str, int | None] = {}
         self._warned: set[str] = set()
-        self._running: JobRun | None = None
-        environ = {**os.environ, **_env_set(config)}
-        settings = _settings(config, environ)
+        self._running: dict[Begun, JobRun] = {}
+        self._keys = itertools.count()
+        self._environ = {**os.environ, **_env_set(config)}
+        self._settings = settings = _settings(config, self._environ)
         self.signals = settings.signals
         """Names of the signals that stop the sweep."""
         if settings.start_method is not StartMethod.fork:
             preconditions.check_interpreter()
             preconditions.check_preload(settings.preload)
-            self._server(with_thread_limit(environ, settings.nproc_per_node), settings)
+            self._server(self._environ_of_first(settings.nproc_per_node), settings)
+
+    def _environ_of_first(self, wanted: int | str) -> dict[str, str]:
+        """Return the environment of most jobs' ranks, as far as it is known without torch."""
+        share = Share()
+        if self._settings.sharing.lends and not machine.may_have_accelerators():
+            lender = Lender(self._settings.sharing, lambda: Accelerators(0, 0), self._environ)
+            wanted = lender.ranks(wanted)
+            share = lender.take(wanted) or share
+        return with_thread_limit(self._environ, wanted, share)
 
     def close(self) -> None:
         """End what still runs, and the servers."""
-        if self._running is not None:
-            self._running.close()
+        while self._running:
+            self._running.popitem()[1].close()
         self._pool.close()
 
     def run(self, job: Begun, watch: SignalWatch) -> Ended:
-        """Run a job to its end; what goes wrong is said on the console and returned."""
+        """Run a job alone, to its end; what goes wrong is said on the console and returned."""
         try:
-            with closing(self._start(job, watch)) as run:
-                self._running = run
-                run.watch(watch)
-                value, error = run.result()
-                return Ended(value, error, run.restarts)
-        except (LauncherError, OSError) as problem:
-            error = problem if isinstance(problem, LauncherError) else StartError(refused(problem))
-            if not isinstance(problem, JobStoppedError):
-                log.error("%s failed: %s", job.name, error)  # noqa: TRY400 - it is a sentence
-        except Exception as problem:  # our mistake
-            error = problem
-            log.exception("%s failed in the launching process", job.name)
-        return Ended(error=error)
+            share = self.lender(watch).take(self.ranks(job.config, watch)) or Share()
+        except Exception as problem:  # noqa: BLE001 - said, and the job's end
+            return Ended(error=self._told(job, problem))
+        ended = self.start(job, share, watch)
+        return dict(self.wait(watch))[job] if ended is None else ended
 
-    def _start(self, job: Begun, watch: SignalWatch) -> JobRun:
+    def start(self, job: Begun, share: Share, watch: SignalWatch) -> Ended | None:
+        """Start a job; return how it ended if it cannot start.
+
+        Args:
+            job: what Hydra has begun.
+            share: its part of the machine.
+            watch: the signals that stop it.
+        """
+        try:
+            self._running[job] = self._start(job, share, watch)
+        except Exception as problem:  # noqa: BLE001 - said, and the job's end
+            return Ended(error=self._told(job, problem))
+        return None
+
+    @property
+    def fail_fast(self) -> bool:
+        """Whether a failed job ends the sweep."""
+        return self._settings.sharing.fail_fast
+
+    def retries(self, job: Begun) -> int:
+        """Return how often a job may run again; none if its settings cannot work."""
+        try:
+            return _settings(job.config, job.environ).retries
+        except SettingsError:  # said when it is started
+            return 0
+
+    def stop(self, job: Begun, error: Exception) -> None:
+        """Stop a job that runs; it fails with this error."""
+        self._running[job].stop(error)
+
+    def wait(self, watch: SignalWatch) -> Iterator[tuple[Begun, Ended]]:
+        """Wait until jobs that run have ended, and return how each of them did."""
+        while self._running and not any(run.is_over for run in self._running.values()):
+            self._follow(watch)
+        for job in [job for job, run in self._running.items() if run.is_over]:
+            run = self._running.pop(job)
+            yield job, self._end(job, run)
+
+    def _follow(self, watch: SignalWatch) -> None:
+        """Wait until something happens to a job that runs, and act on it."""
+        runs = list(self._running.values())
+        for run in runs:
+            run.pass_on(watch)
+        servers = {run.server.pid: run.server for run in runs}.values()
+        sources: list[Readable] = [watch, *runs, *(server.channel for server in servers)]
+        waits = [run.wait_s for run in runs]
+        ready = wait_readable(sources, min((w for w in waits if w is not None), default=None))
+        if watch in ready:
+            watch.drain()
+        for run in runs:
+            if run in ready:
+                self._try([run], run.hear_keeper)
+        for server in servers:
+            if server.channel in ready:
+                self._try([run for run in runs if run.server is server], server.hear)
+        for run in runs:
+            self._try([run], run.keep_time)
+
+    def _try(self, runs: list[JobRun], act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - said when the job's end is
+            for run in runs:
+                run.give_up(error)
+
+    def _end(self, job: Begun, run: JobRun) -> Ended:
+        try:
+            value, error = run.result()
+        except Exception as problem:  # noqa: BLE001 - said
+            value, error = None, self._told(job, problem)
+        finally:
+            run.close()
+        return Ended(value, error, run.restarts)
+
+    def _told(self, job: Begun, problem: Exception) -> Exception:
+        """Say what went wrong in the launching process; return it as the job's error."""
+        error = StartError(refused(problem)) if isinstance(problem, OSError) else problem
+        if not isinstance(error, LauncherError):  # our mistake
+            log.error("%s failed in the launching process", job.name, exc_info=error)
+        elif not isinstance(error, JobStoppedError):
+            log.error("%s failed: %s", job.name, error)
+        return error
+
+    def _start(self, job: Begun, share: Share, watch: SignalWatch) -> JobRun:
         settings = _settings(job.config, job.environ)
-        nproc = self._count(settings, job.environ, watch)
+        nproc = self._ranks(settings, watch)
+        lender = self.lender(watch)
         for problem in [*settings.ranks_beyond(nproc), *machine.too_many_ranks(nproc, job.environ)]:
             self._warn_once(problem, "%s: %s", job.name, problem)
-        environ = with_thread_limit(job.environ, nproc)
+        environ = with_thread_limit(job.environ, nproc, share)
+        if share.devices is not None:
+            environ[lender.variable] = ",".join(share.devices)
         program = Program.of_this_process()
         job.work.label = self._label(job)
         rank_files = _rank_files(job, settings)
-        plan = job_plan(
-            settings, nproc, Surroundings(environ, job.working_dir, program, rank_files)
-        )
+        label = job.name.lower() if lender.is_parallel and job.number is not None else ""
+        found = Surroundings(environ, job.working_dir, program, rank_files, share, label)
+        plan = job_plan(settings, nproc, found)
         fork = settings.start_method is StartMethod.fork
         server = _fork_server(job.work, watch) if fork else self._server(environ, settings)
         document = anonymous_file("plan")
         write_document(document.fileno(), plan, b"" if fork else pack(job.work, program))
         handed_over = HandedOver(
-            job.number or 0, job.name, settings.max_restarts, settings.shutdown_timeout_s
+            next(self._keys), job.name, settings.max_restarts, settings.shutdown_timeout_s
         )
         return JobRun(handed_over, server, document, owns_server=fork)
 
@@ -136,23 +227,52 @@ class JobRunner:
             self._warned.add(subject)
             log.warning(text, *values)
 
-    def _count(self, settings: Settings, environ: Mapping[str, str], watch: SignalWatch) -> int:
-        """Return the number of ranks, counting accelerators or cores where that is asked for."""
-        wanted = settings.nproc_per_node
-        if isinstance(wanted, int):
-            return wanted
-        if wanted == "cpu":
-            return machine.cpu_cores()
-        if self._accelerators is None:
-            server = self._server(with_thread_limit(environ, wanted), settings)
-            self._accelerators = server.ask("count", watch)
-        if wanted == "gpu" and not self._accelerators["gpus"]:
+    def lender(self, watch: SignalWatch) -> Lender:
+        """Return what lends jobs their part of the machine.
+
+        Args:
+            watch: the signals that end a wait for torch, which alone can count accelerators.
+        """
+        if self._lender is None:
+            look = functools.cache(lambda: self._look(watch))
+            self._lender = Lender(self._settings.sharing, look, self._environ)
+        return self._lender
+
+    def ranks(self, config: Any, watch: SignalWatch) -> int:
+        """Return how many ranks per node a job has.
+
+        Args:
+            config: its composed config.
+            watch: as for `lender`.
+
+        Raises:
+            SettingsError: its settings cannot work.
+        """
+        settings = _settings(config, {**os.environ, **_env_set(config)})
+        return self._ranks(settings, watch)
+
+    def _ranks(self, settings: Settings, watch: SignalWatch) -> int:
+        if settings.sharing != self._settings.sharing:
             problem = (
-                "hydra.launcher.nproc_per_node='gpu': torch sees no GPU here; use cpu or a number"
+                "hydra.launcher.n_jobs, devices, jobs_per_device and fail_fast are one for the "
+                f"whole sweep ({self._settings.sharing}); this job has {settings.sharing}"
             )
             raise SettingsError([problem])
-        found = self._accelerators["gpus" if wanted == "gpu" else "accelerators"]
-        return found or machine.cpu_cores()
+        lender = self.lender(watch)
+        ranks = lender.ranks(settings.nproc_per_node)
+        too_large = lender.problem(ranks)
+        if too_large is not None:
+            raise SettingsError([too_large])
+        return ranks
+
+    def _look(self, watch: SignalWatch) -> Accelerators:
+        counted = not self._settings.sharing.lends or machine.may_have_accelerators()
+        if not counted:  # no need to wait for torch
+            return Accelerators(0, 0)
+        wanted = self._settings.nproc_per_node
+        server = self._server(with_thread_limit(self._environ, wanted), self._settings)
+        answer = server.ask("count", watch)
+        return Accelerators(answer["count"], answer["gpus"], tuple(answer["variables"]))
 
 
 def _rank_files(job: Begun, settings: Settings) -> str | None:

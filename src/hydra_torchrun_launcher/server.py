@@ -31,6 +31,13 @@ from hydra_torchrun_launcher.wire import (
     wait_readable,
 )
 
+_VISIBILITY = {
+    "xpu": "ZE_AFFINITY_MASK",
+    "npu": "ASCEND_RT_VISIBLE_DEVICES",
+    "hpu": "HABANA_VISIBLE_MODULES",
+}
+"""Variables by which a process sees a part of the accelerators, by torch's name for the kind."""
+
 
 def serve(channel: Channel) -> NoReturn:
     """Serve jobs until the launching process is gone; then leave.
@@ -105,7 +112,15 @@ class _Server:
         """Count accelerators in a process of its own: a driver's state must not be forked."""
         accelerator = getattr(torch, "accelerator", torch.cuda)  # torch < 2.6 has CUDA only
         count = accelerator.device_count() if accelerator.is_available() else 0
-        self._tell({"op": "counted", "accelerators": count, "gpus": torch.cuda.device_count()})
+        variables = ["CUDA_VISIBLE_DEVICES"]
+        if torch.version.hip:
+            variables.insert(0, "HIP_VISIBLE_DEVICES")  # it wins over the other
+        elif count and not torch.cuda.device_count():
+            variables = [_VISIBILITY.get(accelerator.current_accelerator().type, variables[0])]
+        self._tell({
+            "op": "counted", "count": count, "gpus": torch.cuda.device_count(),
+            "variables": variables,
+        })  # fmt: skip
 
     def _reap(self) -> None:
         for pid, status in self._watch.reap():

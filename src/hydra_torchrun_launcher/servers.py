@@ -85,6 +85,8 @@ class Server:
         self.dead = False
         self.ready = False
         self.patience_s: float = _END_S
+        self.listeners: dict[int, Callable[[dict[str, Any]], None]] = {}
+        """Who takes in what the server says of a job, by the job's key."""
         self._popen = popen
         self._start = processes.Deadline()
         self._start.within(_START_S)
@@ -134,7 +136,7 @@ class Server:
         return cls(ours, pid, None)
 
     def hear(self) -> dict[str, Any] | None:
-        """Return the server's next message, or None when it is dead.
+        """Take in the server's next message and return it, or None when it is dead.
 
         Raises:
             StartError: it could not import what it needs.
@@ -152,6 +154,8 @@ class Server:
             self.close()
             problem = f"The launcher's server cannot start: {message['message']}"
             raise StartError(problem)
+        if message.get("job") in self.listeners:
+            self.listeners[message["job"]](message)
         return message
 
     @property
@@ -172,7 +176,7 @@ class Server:
         raise StartError(problem)
 
     def ask(self, operation: str, watch: SignalWatch) -> dict[str, Any]:
-        """Send a question and wait for the answer, which comes before any other message.
+        """Send a question and wait for the answer, whatever the server says of jobs meanwhile.
 
         Raises:
             StartError: there is no answer.
@@ -189,10 +193,11 @@ class Server:
                 self.close()
                 raise JobStoppedError(watch.received)
             message = self.hear() if self.channel in ready else None
-            if message is not None and message["op"] == "refused":
+            if message is None or message["op"] == "ready" or "job" in message:
+                continue
+            if message["op"] == "refused":
                 raise StartError(message["message"])
-            if message is not None and message["op"] != "ready":
-                return message
+            return message
         problem = f"The launcher's server (pid {self.pid}) did not answer"
         raise StartError(problem)
 
@@ -227,7 +232,7 @@ def _wait(pid: int, popen: subprocess.Popen[bytes] | None, timeout_s: float) -> 
 
 
 class Pool:
-    """The servers of a sweep, one for each set of load-time variables, two at most."""
+    """The servers of a sweep, one for each set of load-time variables; two at most are kept."""
 
     def __init__(self) -> None:
         """Start none."""
@@ -252,11 +257,16 @@ class Pool:
         if server is None or server.dead or server.channel.is_hung_up():
             if server is not None:
                 server.close()
-            while len(self._servers) >= _MAX_SERVERS:
-                self._servers.pop(next(iter(self._servers))).close()
+            self._end_idle(_MAX_SERVERS - 1)
             server = Server.start(environ, preload)
         self._servers[key] = server  # the last used is the last to go
         return server
+
+    def _end_idle(self, keep: int) -> None:
+        """End the servers that were used longest ago and have no job, down to a number."""
+        idle = [key for key, server in self._servers.items() if not server.listeners]
+        for key in idle[: max(0, len(self._servers) - keep)]:
+            self._servers.pop(key).close()
 
     def close(self) -> None:
         """End every server."""

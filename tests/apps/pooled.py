@@ -1,0 +1,49 @@
+"""An app whose ranks write down what part of the machine they have, and when."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import hydra
+import rank_records
+from hydra.core.hydra_config import HydraConfig
+
+FOLDER = Path(os.environ["RANK_RECORDS"])
+VISIBILITY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+
+
+@hydra.main(version_base="1.3", config_path=".", config_name="pooled")
+def main(cfg: Any) -> Any:
+    started = time.monotonic()
+    job = HydraConfig.get().job.num
+    attempts = len(list(FOLDER.glob(f"try.{job}.*")))
+    if os.environ["RANK"] == "0":
+        (FOLDER / f"try.{job}.{attempts}").touch()
+    for number in range(cfg.lines):
+        print(f"<{job} {number} {'x' * cfg.length} end>", flush=True)
+        print(f"<{job} {number} {'y' * cfg.length} end>", flush=True, file=sys.stderr)
+    time.sleep(cfg.get("holds", {}).get(cfg.n, cfg.hold))
+    if cfg.get("fail", {}).get(cfg.n, cfg.fails) and attempts < cfg.fail_until:
+        raise ValueError(f"job {job} was asked to fail")
+    import torch
+
+    rank_records.write(
+        f"job{job}",
+        job=job,
+        started=started,
+        ended=time.monotonic(),
+        seen={name: os.environ[name] for name in VISIBILITY if name in os.environ},
+        cores=sorted(os.sched_getaffinity(0)),
+        limit=os.environ.get("OMP_NUM_THREADS"),
+        threads=torch.get_num_threads(),
+        attempts=attempts,
+    )
+    return cfg.n
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""Several jobs of a sweep at once: devices, cores, output, and what happens when one fails."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Sweep, send
+from running import read_records
+
+from hydra_torchrun_launcher.machine import cpu_cores
+
+Start = Callable[..., Sweep]
+pytestmark = pytest.mark.hydra_versions
+
+
+@pytest.fixture
+def start(sweep: Start, tmp_path: Path) -> Start:
+    """Start the app whose ranks write down what they have."""
+    records = tmp_path / "records"
+    records.mkdir()
+
+    def run(*overrides: str, nproc: int = 1, environ: dict[str, str] | None = None) -> Sweep:
+        own = {"RANK_RECORDS": str(records), **(environ or {})}
+        return sweep("pooled.py", *overrides, nproc=nproc, environ=own)
+
+    return run
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Callable[[], list[dict[str, Any]]]:
+    """Return what the ranks have written down."""
+    return lambda: read_records(tmp_path / "records")
+
+
+def together(ranks: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the pairs of ranks of different jobs that ran at the same time."""
+    for one, other in itertools.combinations(ranks, 2):
+        overlap = one["started"] < other["ended"] and other["started"] < one["ended"]
+        if overlap and one["job"] != other["job"]:
+            yield one, other
+
+
+def devices(rank: dict[str, Any]) -> set[str]:
+    return set(rank["seen"]["CUDA_VISIBLE_DEVICES"].split(","))
+
+
+def most_at_once(ranks: list[dict[str, Any]]) -> int:
+    jobs = {rank["job"]: rank for rank in ranks}.values()
+    return max(sum(j["started"] <= k["started"] < j["ended"] for j in jobs) for k in jobs)
+
+
+def test_jobs_share_devices(start: Start, ranks: Any) -> None:
+    """As many jobs as there are devices for run at once, no two on one device, names as given."""
+    names = "[GPU-a,1,MIG-b,GPU-c/2/0]"
+    run = start("hydra.launcher.n_jobs=auto", f"hydra.launcher.devices={names}", "hold=0.7",
+                "n=0,1,2,3,4", nproc=2).wait()  # fmt: skip
+    assert run.status == 0, run.output
+    found = ranks()
+    assert len(found) == 10
+    for one, other in together(found):
+        assert not devices(one) & devices(other)
+    for rank in found:
+        assert len(devices(rank)) == 2
+        assert devices(rank) < {"GPU-a", "1", "MIG-b", "GPU-c/2/0"}
+        assert list(rank["seen"]) == ["CUDA_VISIBLE_DEVICES"]
+    assert most_at_once(found) == 2
+
+
+def test_jobs_on_one_device(start: Start, ranks: Any) -> None:
+    """A device may be shared by as many jobs as the user says."""
+    run = start("hydra.launcher.n_jobs=auto", "hydra.launcher.devices=[0]",
+                "hydra.launcher.jobs_per_device=3", "hold=0.7", "n=0,1,2,3").wait()  # fmt: skip
+    assert run.status == 0, run.output
+    assert most_at_once(ranks()) == 3
+    assert all(devices(rank) == {"0"} for rank in ranks())
+
+
+def test_number_of_jobs_is_a_limit(start: Start, ranks: Any) -> None:
+    """Fewer run at once than would fit, if the user wants fewer; values keep their order."""
+    run = start("hydra.launcher.n_jobs=2", "hydra.launcher.devices=[0,1,2,3]", "n=0,1,2,3,4",
+                "hold=0.5").wait()  # fmt: skip
+    assert run.status == 0, run.output
+    assert most_at_once(ranks()) == 2
+
+
+def test_devices_without_jobs_at_once(start: Start, ranks: Any) -> None:
+    """One job after another sees as many of the named devices as it has ranks."""
+    run = start("hydra.launcher.devices='3,5,7'", "n=0,1", nproc=2).wait()
+    assert run.status == 0, run.output
+    assert [rank["seen"]["CUDA_VISIBLE_DEVICES"] for rank in ranks()] == ["3,5"] * 4
+    assert most_at_once(ranks()) == 1
+
+
+def test_jobs_of_different_sizes(start: Start, ranks: Any) -> None:
+    """The largest go first, smaller ones fill what is left, and no device idles meanwhile."""
+    run = start("hydra.launcher.n_jobs=auto", "hydra.launcher.devices=[0,1,2,3]",
+                "hydra.launcher.nproc_per_node=${n}", "n=1,2,1,4,1,2,3", "hold=0.5",
+                nproc=0).wait()  # fmt: skip
+    assert run.status == 0, run.output
+    found = ranks()
+    for one, other in together(found):
+        assert not devices(one) & devices(other)
+    order = sorted({rank["job"]: rank["started"] for rank in found}.items(), key=lambda x: x[1])
+    assert [job for job, _ in order][:2] == [3, 6]
+    sizes = {0: 1, 1: 2, 2: 1, 3: 4, 4: 1, 5: 2, 6: 3}
+    for rank in found:
+        assert len(devices(rank)) == sizes[rank["job"]]
+    # 14 devices' worth of jobs on 4 devices: 4 rounds of half a second, not 7.
+    rounds = max(r["ended"] for r in found) - min(r["started"] for r in found)
+    assert rounds < 7 * 0.5 + 1
+
+
+def test_job_that_never_fits(start: Start, ranks: Any) -> None:
+    """It is refused before the sweep starts, with the arithmetic."""
+    run = start("hydra.launcher.n_jobs=2", "hydra.launcher.devices=[0,1]",
+                "hydra.launcher.nproc_per_node=${n}", "n=1,3", nproc=0).wait()  # fmt: skip
+    assert run.status == 1
+    said = "job #1: it needs 3 accelerators, one for each rank (hydra.launcher.nproc_per_node=3)"
+    assert f"{said}, and the sweep has 2: 0, 1" in run.output
+    assert "Traceback" not in run.output
+    assert ranks() == []
+    assert not (run.directory / "0").exists()
+
+
+def test_settings_of_the_sweep_that_differ(start: Start, ranks: Any) -> None:
+    """What is one for the whole sweep cannot be another for a job."""
+    run = start("hydra.launcher.n_jobs=${n}", "n=2,3").wait()
+    assert run.status == 1
+    assert "are one for the whole sweep" in run.output, run.output
+    assert ranks() == []
+
+
+@pytest.mark.skipif(cpu_cores() < 2, reason="there is one core")
+def test_jobs_share_cores(start: Start, ranks: Any) -> None:
+    """Without accelerators, jobs get cores of their own and as many threads."""
+    run = start("hydra.launcher.n_jobs=auto", "n=0,1,2,3", "hold=0.5").wait()
+    assert run.status == 0, run.output
+    found = ranks()
+    assert most_at_once(found) == min(4, cpu_cores())
+    for one, other in together(found):
+        assert not set(one["cores"]) & set(other["cores"])
+    assert all(len(rank["cores"]) == 1 and rank["threads"] == 1 for rank in found)
+    assert all(rank["seen"] == {} for rank in found)
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+def test_threads_match_the_cores(start: Start, ranks: Any, method: str) -> None:
+    """A job's ranks use all its cores, whatever the start method."""
+    cores = cpu_cores()
+    run = start("hydra.launcher.n_jobs=1", "hydra.launcher.n_jobs=auto", "n=0", nproc=cores,
+                environ={})  # fmt: skip
+    assert run.wait().status == 0, run.output
+    assert all(len(rank["cores"]) == cores for rank in ranks())
+    assert all(rank["threads"] == 1 for rank in ranks())
+    assert method
+
+
+def test_more_jobs_than_cores(start: Start, ranks: Any) -> None:
+    """An explicit number beyond the cores shares them, and says so."""
+    cores = cpu_cores()
+    run = start(f"hydra.launcher.n_jobs={2 * cores}", f"n=range({2 * cores})", "hold=1").wait()
+    assert run.status == 0, run.output
+    assert f"this process may use {cores} CPU cores, so up to 2 jobs share one" in run.output
+    assert most_at_once(ranks()) == 2 * cores
+
+
+def test_output_of_jobs_at_once(start: Start) -> None:
+    """Lines are whole, however long, and each says whose it is."""
+    run = start("hydra.launcher.n_jobs=4", "n=0,1,2,3", "lines=100", "length=6000").wait()
+    assert run.status == 0, run.output
+    lines = [line for line in run.output.splitlines() if "<" in line]
+    assert len(lines) == 800
+    for line in lines:
+        found = re.fullmatch(r"\[job #(\d), rank 0\] <(\d) \d+ (x{6000}|y{6000}) end>", line)
+        assert found, line[:80]
+        assert found[1] == found[2]
+
+
+def test_values_in_order(sweep: Start) -> None:
+    """JobReturns are in the order of the jobs, whatever order they end in."""
+    run = sweep(
+        "faults.py", "point=2,1,0", "hydra.launcher.n_jobs=3", "hydra.launcher.devices=[0,1,2]",
+        nproc=1,
+    ).wait()  # fmt: skip
+    assert run.status == 0, run.output
+    assert len(run.jobs()) == 3
+
+
+def test_retries(start: Start, ranks: Any) -> None:
+    """A job that failed runs again in new processes, and each try has its files."""
+    run = start("hydra.launcher.retries=2", "fails=true", "fail_until=2").wait()
+    assert run.status == 0, run.output
+    assert [rank["attempts"] for rank in ranks()] == [2]
+    assert "Job #0 failed: it runs again (retry 2 of 2)" in run.output
+    folders = sorted(path.name for path in (run.directory / "0/ranks").iterdir())
+    assert folders == ["attempt_0", "attempt_1", "attempt_2"]
+    log = (run.directory / "0/pooled.log").read_text()
+    assert "it runs again (retry 1 of 2), as it failed: ValueError: job 0 was asked to fail" in log
+
+
+def test_retries_that_do_not_help(start: Start, ranks: Any) -> None:
+    """A job that fails each time has failed."""
+    run = start("hydra.launcher.retries=1", "fails=true").wait()
+    assert run.status == 1
+    assert run.output.count("ValueError: job 0 was asked to fail") >= 2
+    assert ranks() == []
+
+
+def test_fail_fast(start: Start, ranks: Any) -> None:
+    """The first failure stops what runs, starts nothing more, and keeps what has completed."""
+    run = start("hydra.launcher.n_jobs=3", "hydra.launcher.devices=[0,1,2]",
+                "hydra.launcher.fail_fast=true", "n=0,1,2,3,4",
+                "+holds={0:0.1,1:60,2:2,3:60,4:60}", "+fail={2:true}")  # fmt: skip
+    run.wait()
+    assert run.status == 1
+    assert [rank["job"] for rank in ranks()] == [0]
+    assert "Job #1: stopped, because job #2 failed (hydra.launcher.fail_fast)" in run.output
+    assert run.seconds < 50
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signal_stops_all(start: Start, ranks: Any, signum: int) -> None:
+    """A signal stops every job that runs, and the sweep."""
+    run = start("hydra.launcher.n_jobs=2", "hydra.launcher.devices=[0,1]", "n=0,1,2", "hold=60")
+    run.await_file("../records/try.[01].0", 2)
+    send(run.popen, signum)
+    assert run.wait().status == -signum, run.output
+    assert ranks() == []
+    assert not (run.directory / "2").exists()
+
+
+@pytest.mark.parametrize("kind", ["keeper", "agent", "rank"])
+def test_killed_process_of_one_job(start: Start, ranks: Any, kind: str) -> None:
+    """The other job goes on."""
+    run = start("hydra.launcher.n_jobs=2", "hydra.launcher.devices=[0,1]", "n=0,1", "hold=3")
+    run.await_file("../records/try.[01].0", 2)
+    victims = run.processes("keeper")
+    victim = victims[0] if kind == "keeper" else victims[0].children()[kind == "rank"]
+    send(victim)
+    run.wait()
+    assert run.status == 1, run.output
+    assert len(ranks()) == 1
+    assert os.path.exists(run.directory)
