@@ -126,6 +126,8 @@ MUTANTS = [
     Mutant("jobs", "if failed is not None:", "if False:", "test_pool.py::test_fail_fast"),
     Mutant("jobs", 'self._jobs.stop(begun, FailFastError("stopped", name))', "pass", "test_pool.py::test_fail_fast"),
     Mutant("jobs", "running.retries -= 1", "pass", "test_pool.py::test_retries_that_do_not_help"),
+    Mutant("tails", "self._can_lock = True", "pass", "test_pool.py::test_output_through_a_pipe"),
+    Mutant("tails", "return self._writer is writer", "return True", "test_pool.py::test_output_through_a_pipe"),
     Mutant("signals", "not in (signal.SIG_IGN, None)", "is not None", "test_faults.py::test_ignored_hangup_stays_ignored"),
 ]  # fmt: skip
 

@@ -6,12 +6,14 @@ import itertools
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Sweep, send
+from conftest import APPS, Sweep, send
 from running import read_records
 
 from hydra_torchrun_launcher.machine import cpu_cores
@@ -179,6 +181,31 @@ def test_output_of_jobs_at_once(start: Start) -> None:
     assert len(lines) == 800
     for line in lines:
         found = re.fullmatch(r"\[job #(\d), rank 0\] <(\d) \d+ (x{6000}|y{6000}) end>", line)
+        assert found, line[:80]
+        assert found[1] == found[2]
+
+
+def test_output_through_a_pipe(tmp_path: Path) -> None:
+    """Lines are whole also where the reader takes them piece by piece."""
+    records = tmp_path / "records"
+    records.mkdir()
+    command = [
+        sys.executable, str(APPS / "pooled.py"), "-m", "hydra/launcher=torchrun",
+        "hydra.launcher.nproc_per_node=2", "hydra.launcher.local_ranks_filter=''",
+        "hydra.launcher.n_jobs=3", "n=0,1,2", "lines=60", "length=9000",
+        f"hydra.sweep.dir={tmp_path / 'sweep'}",
+    ]  # fmt: skip
+    environ = {**os.environ, "RANK_RECORDS": str(records)}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as run:
+        assert run.stdout is not None
+        output = b"".join(iter(lambda: os.read(run.stdout.fileno(), 777), b"")).decode()
+    assert run.returncode == 0, output
+    lines = [line for line in output.splitlines() if "xx" in line or "yy" in line]
+    assert len(lines) == 3 * 2 * 2 * 60
+    for line in lines:
+        found = re.fullmatch(r"\[job #(\d), rank [01]\] <(\d) \d+ (x{9000}|y{9000}) end>", line)
         assert found, line[:80]
         assert found[1] == found[2]
 

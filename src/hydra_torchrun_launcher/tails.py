@@ -6,6 +6,7 @@ so in threads. A console that takes nothing (a pager, Ctrl-S) stops nothing but 
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import select
@@ -21,6 +22,8 @@ _LONGEST_LINE = 64 << 20
 _SLICE = 512
 """What a stream that can be written to takes at once without waiting."""
 _SAY_BUSY_S = 5
+_ANOTHER_WRITES_S = 0.02
+"""How long to leave the console to another job that is in the middle of a line."""
 
 
 class Tails:
@@ -72,6 +75,8 @@ class Tails:
         return any(tail.is_held_up for tail in self._tails)
 
     def _wait_for_consoles(self) -> bool:
+        if any(tail.console.is_anothers for tail in self._tails):
+            return not select.poll().poll(_ANOTHER_WRITES_S * 1000)
         poll = select.poll()
         for tail in self._tails:
             if tail.is_held_up:
@@ -80,10 +85,18 @@ class Tails:
 
 
 class _Console:
-    """A stream of the launching process's, written to without ever waiting for its reader."""
+    """A stream of the launching process's, written to without ever waiting for its reader.
+
+    Other ranks' files go there too, and those of other jobs, by their agents: whoever is in the
+    middle of a line has it locked.
+    """
 
     def __init__(self, number: int) -> None:
         self.fd = number
+        self.is_anothers = False
+        """Whether another agent was in the middle of a line at the last try."""
+        self._writer: object | None = None
+        self._can_lock = False
         mode = os.fstat(number).st_mode
         self._may_wait = not stat.S_ISREG(mode)
         if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
@@ -91,6 +104,27 @@ class _Console:
             with suppress(OSError):
                 self.fd = os.open(f"/dev/fd/{number}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
                 self._may_wait = False
+                self._can_lock = True  # a file takes all at once
+
+    def lock(self, writer: object) -> bool:
+        """Keep other writers out until `unlock`; tell whether nobody is in the middle of a line."""
+        if self._writer is None and self._can_lock:
+            try:
+                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.is_anothers = True
+                return False
+            except OSError:  # a console that knows no locks
+                self._can_lock = False
+        self.is_anothers = False
+        self._writer = self._writer or writer
+        return self._writer is writer
+
+    def unlock(self) -> None:
+        """Let others write again."""
+        self._writer = None
+        if self._can_lock:
+            fcntl.flock(self.fd, fcntl.LOCK_UN)
 
     def write(self, data: memoryview) -> int:
         """Write some; return how much, 0 if the reader takes nothing for now."""
@@ -172,9 +206,13 @@ class _Tail:
         if self._is_gone:
             self._unwritten = memoryview(b"")
             return True
+        if not self.console.lock(self):
+            return False
         try:
             written = self.console.write(self._unwritten)
         except OSError:  # its reader is gone; the file has all
             self._is_gone, written = True, len(self._unwritten)
         self._unwritten = self._unwritten[written:]
+        if not self._unwritten:
+            self.console.unlock()
         return written > 0 or not self._unwritten
