@@ -128,6 +128,10 @@ MUTANTS = [
     Mutant("jobs", "running.retries -= 1", "pass", "test_pool.py::test_retries_that_do_not_help"),
     Mutant("tails", "self._can_lock = True", "pass", "test_pool.py::test_output_through_a_pipe"),
     Mutant("tails", "return self._writer is writer", "return True", "test_pool.py::test_output_through_a_pipe"),
+    Mutant("keeper", "self._ranks.ask_for_stacks()", "pass", "test_pool.py::test_time_limit[forkserver]"),
+    Mutant("keeper", "self._stacks.within(_STACKS_S)", "self._stacks.within(1000)", "test_pool.py::test_time_limit_of_a_rank_that_is_stopped"),
+    Mutant("ranks", "log.write(_STACKS_TITLE + text)", "pass", "test_pool.py::test_time_limit[spawn]"),
+    Mutant("job_run", "self._time.within(self._timeout_s)", "pass", "test_pool.py::test_time_limit[fork]"),
     Mutant("signals", "not in (signal.SIG_IGN, None)", "is not None", "test_faults.py::test_ignored_hangup_stays_ignored"),
 ]  # fmt: skip
 

@@ -252,6 +252,35 @@ def test_fail_fast(start: Start, ranks: Any) -> None:
     assert run.seconds < 50
 
 
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+def test_time_limit(start: Start, ranks: Any, method: str) -> None:
+    """A job that takes too long is ended; logs and message show where its ranks stood."""
+    run = start(
+        "n=0,1", "+holds={0:90,1:0}", "hydra.launcher.timeout_s=12", "hydra.launcher.retries=1",
+        f"hydra.launcher.start_method={method}", "hydra.launcher.redirects='1:3'", nproc=2,
+    ).wait()  # fmt: skip
+    assert run.status == 1
+    assert [rank["job"] for rank in ranks()] == [1, 1]
+    line = (APPS / "pooled.py").read_text().split("time.sleep(")[0].count("\n") + 1
+    for number in (0, 1):
+        assert run.output.count(f"  rank {number}: {APPS / 'pooled.py'}:{line} in main") >= 2
+        for attempt in (0, 1):
+            log = run.directory / f"0/ranks/attempt_{attempt}/{number}/stderr.log"
+            assert f'"{APPS / "pooled.py"}", line {line} in main' in log.read_text()
+    assert "took longer than hydra.launcher.timeout_s=12 and was ended" in run.output
+
+
+def test_time_limit_of_a_rank_that_is_stopped(start: Start) -> None:
+    """A rank that cannot answer is named with its state, and ended all the same."""
+    run = start("n=0", "hold=90", "hydra.launcher.timeout_s=8",
+                "hydra.launcher.shutdown_timeout=1", nproc=2)  # fmt: skip
+    run.await_file("../records/try.0.0")
+    send(run.processes("rank")[1], signal.SIGSTOP)
+    run.wait()
+    assert run.status == 1
+    assert "rank 1: unknown: its process is stopped" in run.output, run.output
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_signal_stops_all(start: Start, ranks: Any, signum: int) -> None:
     """A signal stops every job that runs, and the sweep."""

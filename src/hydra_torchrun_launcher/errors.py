@@ -73,6 +73,24 @@ class JobStoppedError(LauncherError):
         return (type(self), (self.signum,))
 
 
+class JobTimeoutError(LauncherError):
+    """A job took longer than hydra.launcher.timeout_s."""
+
+    def __init__(self, timeout_s: float, ranks: Sequence[str]) -> None:
+        """Keep the limit, and a line for each rank that says where it stood."""
+        self.timeout_s = timeout_s
+        self.ranks = tuple(ranks)
+        lines = "".join(f"\n  {line}" for line in ranks)
+        stood = f"; when the time was up its ranks stood at{lines}" if ranks else ""
+        super().__init__(
+            f"the job took longer than hydra.launcher.timeout_s={timeout_s:g} and was ended{stood}"
+        )
+
+    def __reduce__(self) -> tuple[type[JobTimeoutError], tuple[float, tuple[str, ...]]]:
+        """Rebuild from both."""
+        return (type(self), (self.timeout_s, self.ranks))
+
+
 class FailFastError(LauncherError):
     """Another job's failure has ended the sweep."""
 

@@ -6,13 +6,22 @@ Runs in the launching process.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from hydra_torchrun_launcher.errors import JobStoppedError, StartError, printable, signal_name
+from hydra_torchrun_launcher import stacks
+from hydra_torchrun_launcher.errors import (
+    FailFastError,
+    JobStoppedError,
+    JobTimeoutError,
+    StartError,
+    printable,
+    signal_name,
+)
 from hydra_torchrun_launcher.outcomes import Failure, describe, load_value
 from hydra_torchrun_launcher.processes import Deadline, flush_standard_streams, kill
 from hydra_torchrun_launcher.servers import Server
@@ -25,6 +34,9 @@ _KEEPER_ANSWERS_S = 15
 """How long a keeper has to end a stopped job, beyond the ranks' time to leave."""
 _KILL_S = 3
 """How long it has after a second signal."""
+_STACKS_S = 5
+"""How long it has beyond that to have ranks write their stacks."""
+_LONGEST_STACKS = 1 << 20
 _SERVER_ANSWERS_S = 15
 """How long a server has to end what a keeper left and to say so."""
 
@@ -38,12 +50,14 @@ class HandedOver:
         name: what messages call it.
         max_restarts: how often its ranks may start again.
         shutdown_timeout_s: how long its ranks have to leave once they were asked to.
+        timeout_s: how long the job may take, or None.
     """
 
     key: int
     name: str
     max_restarts: int
     shutdown_timeout_s: float
+    timeout_s: float | None
 
 
 def _shown(text: str) -> str:
@@ -67,6 +81,9 @@ class JobRun:
         self._name = job.name
         self._max_restarts = job.max_restarts
         self._shutdown_timeout_s = job.shutdown_timeout_s
+        self._timeout_s = job.timeout_s
+        self._time = Deadline()
+        self._stood: dict[int, str] = {}
         self._keeper_pid: int | None = None
         self._limit = Deadline()
         self._server = server
@@ -114,7 +131,7 @@ class JobRun:
     @property
     def wait_s(self) -> float | None:
         """Seconds until `keep_time` has something to do; None: never."""
-        limits = (self._server.start_s_left, self._limit.remaining_s)
+        limits = (self._server.start_s_left, self._limit.remaining_s, self._time.remaining_s)
         return min((limit for limit in limits if limit is not None), default=None)
 
     def keep_time(self) -> None:
@@ -125,6 +142,9 @@ class JobRun:
         """
         if self._server.start_s_left == 0:
             self._server.give_up()
+        if self._time.passed:
+            self._time.clear()
+            self._end_in_time()
         if self._limit.passed:
             self._end_by_force()
 
@@ -172,6 +192,14 @@ class JobRun:
             else:
                 self._give_server_up(signal.SIGTERM)
 
+    def _end_in_time(self) -> None:
+        """End a job whose time is up, once its ranks have said where they stand."""
+        if self._ended_for is None and not self._signals_sent:
+            self._ended_for = JobTimeoutError(self._timeout_s or 0, ())
+            log.warning("%s: its time is up (hydra.launcher.timeout_s)", self._name)
+            self._limit.within(_STACKS_S + self._shutdown_timeout_s + _KEEPER_ANSWERS_S)
+            self._order({"op": "time is up"})
+
     def _give_server_up(self, signum: int) -> None:
         """End a server that imports still: there may be nobody to hear an order."""
         self._server.close()
@@ -189,6 +217,8 @@ class JobRun:
     def _hear_server(self, message: dict[str, Any]) -> None:
         if message["op"] == "kept":
             self._keeper_pid = message["pid"]
+            if self._timeout_s is not None:
+                self._time.within(self._timeout_s)
         elif message["op"] == "ended":
             self._ended = message
         elif message["op"] == "refused":
@@ -206,6 +236,10 @@ class JobRun:
         operation = message["op"]
         if operation == "failed":
             self._note_failure(Failure.read(message, fds[0]))
+        elif operation == "stacks":
+            dump = os.pread(fds[0].fileno(), _LONGEST_STACKS, 0).decode(errors="replace")
+            stood = stacks.where(dump) if dump else f"unknown: its process is {message['status']}"
+            self._stood[message["global_rank"]] = stood
         elif operation == "lingered":
             log.warning(
                 "%s: rank %d returned but did not leave in time (a thread or an exit handler "
@@ -260,16 +294,24 @@ class JobRun:
         state = done["state"]
         if state == "succeeded" and self._value is not None:
             return load_value(self._value)
-        if self._ended_for is not None:
-            return None, self._ended_for
-        if state == "stopped" and self._stopped_by is not None:
-            return None, JobStoppedError(done["signal"])
-        if state in ("refused", "broken"):
-            return None, self._log_start_error(done["message"])
-        if self._failures:
-            return None, self._failures[0].error(self._failures[1:])
-        return None, self._log_start_error(describe(state, done, self._ended))
+        return None, self._error(state, done)
 
-    def _log_start_error(self, message: str) -> StartError:
-        log.error("%s failed: %s", self._name, message)
-        return StartError(message)
+    def _error(self, state: str, done: dict[str, Any]) -> BaseException:
+        """Return why the job failed, and say it if it has not been said."""
+        if self._ended_for is not None:
+            return self._said(self._ended_for)
+        if state == "stopped" and self._stopped_by is not None:
+            return JobStoppedError(done["signal"])
+        if state in ("refused", "broken"):
+            return self._said(StartError(done["message"]))
+        if self._failures:
+            return self._failures[0].error(self._failures[1:])
+        return self._said(StartError(describe(state, done, self._ended)))
+
+    def _said(self, error: Exception) -> Exception:
+        if isinstance(error, JobTimeoutError):
+            stood = [f"rank {rank}: {place}" for rank, place in sorted(self._stood.items())]
+            error = JobTimeoutError(error.timeout_s, stood)
+        if not isinstance(error, FailFastError):
+            log.error("%s failed: %s", self._name, error)
+        return error

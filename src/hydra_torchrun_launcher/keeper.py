@@ -50,6 +50,10 @@ _LEFTOVERS_S = 5
 """How long what a failed or stopped job's ranks left behind has after SIGTERM."""
 _AGENT_ACTS_S = 30
 """How long the agent has to begin, and to answer when its ranks have failed or finished."""
+_STACKS_S = 2
+"""How long ranks whose time is up have to write their stacks."""
+_LOOK_S = 0.05
+"""How often it is looked at how far they are: nothing tells."""
 _AGENT_LEAVES_S = 10
 """How long the agent has for its own clean-up, beyond the ranks' time to leave."""
 
@@ -79,6 +83,9 @@ class Keeper:
         self._agent_exit: int | None = None
         self._agent_is_silent = False
         self._agent_acts = Deadline()
+        self._stacks = Deadline()
+        self._look_at_stacks = Deadline()
+        self._stack_sizes: list[int] = []
         self._everything = Ultimatum()
         self._leftovers = Ultimatum()
 
@@ -149,6 +156,7 @@ class Keeper:
     def _next_deadline_s(self) -> float | None:
         left = [each.remaining_s for each in self._ultimatums()]
         left += [self._ranks.settles_s, self._agent_acts.remaining_s]
+        left.append(self._look_at_stacks.remaining_s)
         return min((seconds for seconds in left if seconds is not None), default=None)
 
     # -- the launching process ------------------------------------------------------------------
@@ -170,6 +178,10 @@ class Keeper:
             return
         if message["op"] == "kill":
             self._everything.within(0)
+        elif message["op"] == "time is up":
+            self._ranks.ask_for_stacks()
+            self._stacks.within(_STACKS_S)
+            self._look_at_stacks.within(_LOOK_S)
         else:
             self._stop_job(message["signal"])
 
@@ -242,7 +254,7 @@ class Keeper:
 
     def _fork_rank(self, order: dict[str, Any]) -> Role | None:
         try:
-            outcome = anonymous_file("outcome")
+            outcome, stacks = anonymous_file("outcome"), anonymous_file("stacks")
             pid = self._fork()
         except OSError as error:
             self._refusal = error
@@ -251,10 +263,11 @@ class Keeper:
             self._stop_job(signal.SIGTERM)
             return None
         if pid == 0:
-            return lambda: ranks_of.become(self._given, order, outcome)
+            return lambda: ranks_of.become(self._given, order, outcome, stacks)
         error_file = order["env"].get("TORCHELASTIC_ERROR_FILE")
         folder = os.path.dirname(error_file) if error_file else None
-        self._ranks.add(Rank(pid, order["local_rank"], int(order["env"]["RANK"]), outcome, folder))
+        number = int(order["env"]["RANK"])
+        self._ranks.add(Rank(pid, order["local_rank"], number, outcome, stacks, folder))
         self._answer({"op": "pid", "pid": pid})
         return None
 
@@ -273,7 +286,19 @@ class Keeper:
 
     # -- time -----------------------------------------------------------------------------------
 
+    def _await_stacks(self) -> None:
+        """Stop the job once its ranks have written their stacks, or have had the time for it."""
+        self._look_at_stacks.clear()
+        sizes, self._stack_sizes = self._stack_sizes, self._ranks.stack_sizes()
+        if not self._stacks.passed and (0 in self._stack_sizes or sizes != self._stack_sizes):
+            self._look_at_stacks.within(_LOOK_S)
+            return
+        self._ranks.tell_stacks()
+        self._stop_job(signal.SIGTERM)
+
     def _keep_deadlines(self) -> None:
+        if self._look_at_stacks.passed:
+            self._await_stacks()
         if self._everything.strikes():
             self._ranks.expect_to_be_killed()
             kill_descendants(janitors=self._everything.is_repeated)

@@ -98,6 +98,14 @@ def kill_group(pid: int, signum: int) -> None:
         return
 
 
+def status_of(pid: int) -> str:
+    """Return what a process is at: running, sleeping, stopped, disk-sleep …"""
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.Error:
+        return "gone"
+
+
 def children(*, recursive: bool) -> list[int]:
     """Return the pids of this process's children, or of all its descendants."""
     return [child.pid for child in psutil.Process().children(recursive=recursive)]

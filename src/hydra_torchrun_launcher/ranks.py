@@ -8,18 +8,29 @@ import importlib
 import os
 import signal
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydra_torchrun_launcher import recording, worker
+from hydra_torchrun_launcher import recording, stacks, worker
 from hydra_torchrun_launcher.errors import StartError
-from hydra_torchrun_launcher.processes import Deadline, Ultimatum, kill_group, kill_tree
+from hydra_torchrun_launcher.job_files import STDERR
+from hydra_torchrun_launcher.processes import (
+    Deadline,
+    Ultimatum,
+    kill,
+    kill_group,
+    kill_tree,
+    status_of,
+)
 from hydra_torchrun_launcher.wire import Fd, close_all_but
 
 _FAILED_RANK_LEAVES_S = 5
 """How long a rank that failed may spend in `atexit` before it is killed."""
 _COMPLETED_RANK_LEAVES_S = 5
 """The least that ranks which completed get for the same, however short their time limit is."""
+_LONGEST_STACKS = 1 << 20
+_STACKS_TITLE = b"\nStacks of all threads when hydra.launcher.timeout_s had passed:\n"
 _SETTLE_S = 0.1
 """How long the first failure of an attempt waits for its cause."""
 
@@ -29,6 +40,8 @@ class Rank:
     """One rank's process.
 
     Attributes:
+        outcome: the file of its outcome.
+        stacks: the file of its stacks, which it writes on a signal.
         folder: where its files are, or None.
         recorded: what its outcome says: None yet, "completed", "failed", or "crashed" where it
             completed and did not leave well.
@@ -40,6 +53,7 @@ class Rank:
     local_rank: int
     global_rank: int
     outcome: Fd
+    stacks: Fd
     folder: str | None = None
     recorded: str | None = None
     ended: bool = False
@@ -67,11 +81,12 @@ class RankPlan:
     notes: Fd
 
 
-def become(given: RankPlan, order: dict[str, Any], outcome: Fd) -> None:
+def become(given: RankPlan, order: dict[str, Any], outcome: Fd, stack: Fd) -> None:
     """Be the rank that the agent ordered, in a process forked for it; never returns."""
+    stacks.ignore()
     os.setsid()  # as torchrun's: a rank leads its own session
-    start = worker.RankStart(outcome, given.notes, bool(order["stderr"]))
-    close_all_but([outcome, given.notes, given.document, *given.streams])
+    start = worker.RankStart(outcome, given.notes, stack, bool(order["stderr"]))
+    close_all_but([outcome, given.notes, stack, given.document, *given.streams])
     environ = {**given.plan["environ"], **order["env"]}
     os.environ.clear()
     os.environ.update(environ)
@@ -85,7 +100,7 @@ def become(given: RankPlan, order: dict[str, Any], outcome: Fd) -> None:
             worker.exec_rank(start, given.document, environ, given.plan["program"]["path"])
     except (OSError, StartError) as error:
         problem = error
-    close_all_but([outcome, given.notes])
+    close_all_but([outcome, given.notes, stack])
     worker.run(start, given.plan["program"], given.payload, problem)
 
 
@@ -146,6 +161,7 @@ class Ranks:
         """Forget those of the attempt before."""
         for rank in self._ranks:
             rank.outcome.close()
+            rank.stacks.close()
         self._ranks = []
         self._attempt = number
         self._settled = Deadline()
@@ -196,6 +212,28 @@ class Ranks:
                 rank.signalled = True
                 kill_group(rank.pid, signum)
             rank.leave.within(self._grace_s)
+
+    def ask_for_stacks(self) -> None:
+        """Have those that live write their threads' stacks."""
+        for rank in self.alive():
+            if stacks.SIGNAL is not None:
+                kill(rank.pid, stacks.SIGNAL)
+
+    def stack_sizes(self) -> list[int]:
+        """Return how much each that lives has written of its stacks."""
+        return [os.fstat(rank.stacks.fileno()).st_size for rank in self.alive()]
+
+    def tell_stacks(self) -> None:
+        """Put what they wrote into their logs, and tell the launching process."""
+        for rank in self.alive():
+            text = os.pread(rank.stacks.fileno(), _LONGEST_STACKS, 0)
+            message: dict[str, Any] = {"op": "stacks", "global_rank": rank.global_rank}
+            if not text:
+                message["status"] = status_of(rank.pid)
+            elif rank.folder is not None:
+                with suppress(OSError), open(os.path.join(rank.folder, STDERR), "ab", 0) as log:
+                    log.write(_STACKS_TITLE + text)
+            self._tell(message, rank.stacks.fileno())
 
     def expect_to_be_killed(self) -> None:
         """Take the end of those that live as no failure from now on."""

@@ -201,7 +201,11 @@ class JobRunner:
         document = anonymous_file("plan")
         write_document(document.fileno(), plan, b"" if fork else pack(job.work, program))
         handed_over = HandedOver(
-            next(self._keys), job.name, settings.max_restarts, settings.shutdown_timeout_s
+            next(self._keys),
+            job.name,
+            settings.max_restarts,
+            settings.shutdown_timeout_s,
+            settings.timeout_s,
         )
         return JobRun(handed_over, server, document, owns_server=fork)
 

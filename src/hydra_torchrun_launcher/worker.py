@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from hydra_torchrun_launcher import freshness
+from hydra_torchrun_launcher import freshness, stacks
 from hydra_torchrun_launcher.errors import StartError, refused
 from hydra_torchrun_launcher.processes import flush_standard_streams, python_command
 from hydra_torchrun_launcher.recording import Ending, Recorder, say
@@ -29,6 +29,7 @@ class RankStart:
 
     outcome: Fd
     notes: Fd
+    stacks: Fd
     stderr_is_a_file: bool
 
 
@@ -36,7 +37,7 @@ def exec_rank(
     start: RankStart, document: Fd, environ: Mapping[str, str], path: list[str]
 ) -> NoReturn:
     """Replace this process by a new interpreter that becomes the rank (start method spawn)."""
-    fds = (start.outcome.fileno(), start.notes.fileno(), document.fileno())
+    fds = (*(fd.fileno() for fd in (start.outcome, start.notes, start.stacks)), document.fileno())
     for fd in fds:
         os.set_inheritable(fd, True)
     arguments = (*fds, start.stderr_is_a_file)
@@ -44,13 +45,20 @@ def exec_rank(
     os.execve(command[0], command, dict(environ))  # noqa: S606 - our own interpreter
 
 
-def main(outcome: int, notes: int, document: int, stderr_is_a_file: bool) -> NoReturn:  # noqa: FBT001
+def main(
+    outcome: int,
+    notes: int,
+    stacks: int,
+    document: int,
+    stderr_is_a_file: bool,  # noqa: FBT001
+) -> NoReturn:
     """Be a rank that is an interpreter of its own."""
-    for fd in (outcome, notes):
+    for fd in (outcome, notes, stacks):
         os.set_inheritable(fd, False)
     plan, body = read_document(document)
     os.close(document)
-    run(RankStart(Fd(outcome), Fd(notes), stderr_is_a_file), plan["program"], body)
+    start = RankStart(Fd(outcome), Fd(notes), Fd(stacks), stderr_is_a_file)
+    run(start, plan["program"], body)
 
 
 def run(
@@ -68,6 +76,7 @@ def run(
     try:
         freshness.restore()
         faulthandler.enable()
+        stacks.dump_to(start.stacks)
         recorder = Recorder(start.outcome, start.notes, stderr_is_a_file=start.stderr_is_a_file)
         ending = _run(program, body) if problem is None else _refused(problem)
         code = recorder.record(ending)
