@@ -132,6 +132,11 @@ MUTANTS = [
     Mutant("keeper", "self._stacks.within(_STACKS_S)", "self._stacks.within(1000)", "test_pool.py::test_time_limit_of_a_rank_that_is_stopped"),
     Mutant("ranks", "log.write(_STACKS_TITLE + text)", "pass", "test_pool.py::test_time_limit[spawn]"),
     Mutant("job_run", "self._time.within(self._timeout_s)", "pass", "test_pool.py::test_time_limit[fork]"),
+    Mutant("events", "_line_end(fd) + line", "line", "test_events.py::test_second_run_in_a_directory"),
+    Mutant("events", '.split(b"\\n")[:-1]', '.split(b"\\n")', "test_events.py::test_file_cut_anywhere"),
+    Mutant("events", 'events = [event] if event["event"] == "queued" else [*events, event]', "events = [*events, event]", "test_events.py::test_second_run_in_a_directory"),
+    Mutant("jobs", "is_project and self._config.hydra.output_subdir is None", "False", "test_events.py::test_no_events_where_no_files_are_wanted"),
+    Mutant("keeper", 'self._ranks.tell_if_all_are_there(self._plan["agent"]["nproc_per_node"])', "pass", "test_events.py::test_events_of_a_sweep"),
     Mutant("signals", "not in (signal.SIG_IGN, None)", "is not None", "test_faults.py::test_ignored_hangup_stays_ignored"),
 ]  # fmt: skip
 

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,10 @@ _SERVER_ANSWERS_S = 15
 """How long a server has to end what a keeper left and to say so."""
 
 
+Note = Callable[..., None]
+"""Takes an event's name, and its facts by name."""
+
+
 @dataclass(frozen=True)
 class HandedOver:
     """What the launching process knows of a job that runs.
@@ -51,6 +56,7 @@ class HandedOver:
         max_restarts: how often its ranks may start again.
         shutdown_timeout_s: how long its ranks have to leave once they were asked to.
         timeout_s: how long the job may take, or None.
+        note: takes in what happens to the job, an event and its facts.
     """
 
     key: int
@@ -58,6 +64,7 @@ class HandedOver:
     max_restarts: int
     shutdown_timeout_s: float
     timeout_s: float | None
+    note: Note
 
 
 def _shown(text: str) -> str:
@@ -83,6 +90,7 @@ class JobRun:
         self._shutdown_timeout_s = job.shutdown_timeout_s
         self._timeout_s = job.timeout_s
         self._time = Deadline()
+        self._note = job.note
         self._stood: dict[int, str] = {}
         self._keeper_pid: int | None = None
         self._limit = Deadline()
@@ -236,6 +244,8 @@ class JobRun:
         operation = message["op"]
         if operation == "failed":
             self._note_failure(Failure.read(message, fds[0]))
+        elif operation == "ranks":
+            self._note_start(message)
         elif operation == "stacks":
             dump = os.pread(fds[0].fileno(), _LONGEST_STACKS, 0).decode(errors="replace")
             stood = stacks.where(dump) if dump else f"unknown: its process is {message['status']}"
@@ -250,6 +260,21 @@ class JobRun:
             self._value = fds[0] if fds else None
             if message["state"] == "stuck":
                 log.warning("%s: %s", self._name, describe("stuck", message, None))
+
+    def _note_start(self, message: dict[str, Any]) -> None:
+        attempt, pids = message["attempt"], message["pids"]
+        if attempt == 0:
+            self._note("started", attempt=0, keeper=self._keeper_pid, pids=pids)
+        else:
+            cause = self._failures[0].facts() if self._failures else None
+            self._note(
+                "restarted", attempt=attempt, keeper=self._keeper_pid, pids=pids, cause=cause
+            )
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Which rank failed first, as facts for an event."""
+        return self._failures[0].facts() if self._failures else {}
 
     def _note_failure(self, failure: Failure) -> None:
         if self._signals_sent or self._ended_for is not None:

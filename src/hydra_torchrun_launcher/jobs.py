@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from hydra_torchrun_launcher.errors import (
     StartError,
     refused,
 )
+from hydra_torchrun_launcher.events import EventFile, cause
 from hydra_torchrun_launcher.guard import TASK
 from hydra_torchrun_launcher.hydra_job import HydraJob, share_settings
 from hydra_torchrun_launcher.outcomes import Ended
@@ -49,7 +52,11 @@ class _Running:
 
     job: HydraJob
     share: Share
+    events: EventFile
+    facts: dict[str, Any]
+    """What its first event says beside its processes."""
     retries: int
+    started: float
     tries: list[str] = field(default_factory=list)
     """What is said of those that failed."""
 
@@ -131,6 +138,13 @@ class SweepRunner:
             raise SettingsError(problems)
         return jobs
 
+    def events(self, number: int) -> EventFile:
+        """Return a job's events; none are written where the user wants no files of ours."""
+        directory = os.path.abspath(str(self._config.hydra.sweep.dir))
+        is_project = os.path.realpath(directory) == os.path.realpath(os.getcwd())
+        no_files = is_project and self._config.hydra.output_subdir is None
+        return EventFile(None if no_files else directory, number)
+
     def make(self, number: int, overrides: Sequence[str]) -> HydraJob:
         """Compose a job."""
         return HydraJob(self._context, self._task_function, self._compose(number, overrides))
@@ -173,6 +187,8 @@ class _Batch:
         The largest of those that wait go first, and smaller ones take what is left. So a large job
         waits only for others of its size or larger, each of which gives back enough for it.
         """
+        for job in jobs:
+            self._sweep.events(job.number).add("queued", overrides=list(job.overrides))
         waiting = sorted(jobs, key=lambda job: -job.ranks)  # in their own order where alike
         while True:
             waiting = [job for job in waiting if not self._start(job)]
@@ -191,9 +207,12 @@ class _Batch:
         if share is None:
             return False
         job = self._sweep.make(number, waiting.overrides)
+        events = self._sweep.events(number)
         if failed is not None:
             self._lender.give_back(share)
-            self._returns[number] = job.not_begun(FailFastError("not started", failed))
+            never = FailFastError("not started", failed)
+            events.ended(Ended(error=never), 0)
+            self._returns[number] = job.not_begun(never)
             return True
         log.info("\t#%d : %s", number, " ".join(filter_overrides(waiting.overrides)))
         try:
@@ -202,16 +221,26 @@ class _Batch:
             error = StartError(refused(problem))
             log.error("Job #%d failed: %s", number, error)  # noqa: TRY400 - a sentence is enough
             self._lender.give_back(share)
+            events.ended(Ended(error=error), 0)
             self._returns[number] = job.not_begun(error)
             self._fail_fast(f"job #{number}")
             return True
         self._sweep.log_as_sweep()
-        self._running[begun] = _Running(job, share, self._jobs.retries(begun))
+        facts = {"output_dir": begun.output_dir, "devices": share.devices, "cores": share.cores}
+        self._running[begun] = _Running(
+            job, share, events, facts, self._jobs.retries(begun), started=time.monotonic()
+        )
         self._try(begun)
         return True
 
     def _try(self, begun: Begun) -> None:
-        ended = self._jobs.start(begun, self._running[begun].share, self._watch)
+        running = self._running[begun]
+
+        def note(event: str, **facts: Any) -> None:
+            more = running.facts if event == "started" else {}
+            running.events.add(event, retry=len(running.tries), **facts, **more)
+
+        ended = self._jobs.start(begun, running.share, self._watch, note)
         if ended is not None:
             self._end(begun, ended)
 
@@ -224,10 +253,12 @@ class _Batch:
             said = f"{type(ended.error).__name__}: {str(ended.error).partition(chr(10))[0]}"
             running.tries += [*ended.restarts, f"{again}, as it failed: {said}"]
             running.retries -= 1
+            running.events.add("failed_try", retry=tried - 1, **cause(ended))
             self._try(begun)
             return
         del self._running[begun]
         self._lender.give_back(running.share)
+        running.events.ended(ended, time.monotonic() - running.started)
         ended = replace(ended, restarts=[*running.tries, *ended.restarts])
         self._returns[begun.number or 0] = self._sweep.finish(running, ended)
         if ended.error is not None:

@@ -269,6 +269,7 @@ class Keeper:
         number = int(order["env"]["RANK"])
         self._ranks.add(Rank(pid, order["local_rank"], number, outcome, stacks, folder))
         self._answer({"op": "pid", "pid": pid})
+        self._ranks.tell_if_all_are_there(self._plan["agent"]["nproc_per_node"])
         return None
 
     def _reap(self) -> None:

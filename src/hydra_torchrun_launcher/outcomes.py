@@ -5,9 +5,9 @@ from __future__ import annotations
 import pickle
 import socket
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from hydra_torchrun_launcher.errors import (
     RankPlace,
     StartError,
     describe_exit,
+    printable,
     related,
     signal_name,
 )
@@ -59,11 +60,13 @@ class Ended:
         value: what the task function returned in rank 0.
         error: why the job failed, or None.
         restarts: what failed before and made its ranks start again.
+        place: which rank failed first, as facts for an event; empty where none did.
     """
 
     value: Any = None
     error: BaseException | None = None
     restarts: Sequence[str] = ()
+    place: Mapping[str, Any] = field(default_factory=dict)
 
     def result(self) -> Any:
         """Return the value, or raise the error."""
@@ -99,6 +102,17 @@ class Failure:
         recorded, body = _recorded(outcome)
         returned = message["recorded"] == "crashed"
         return cls(place, attempt, recorded, body, message["exit"], returned)
+
+    def facts(self) -> dict[str, Any]:
+        """Return where it was, for an event."""
+        return {
+            "rank": self.place.global_rank,
+            "local_rank": self.place.local_rank,
+            "node": self.place.node,
+            "attempt": self.place.attempt,
+            "log": self.place.log,
+            "what": printable(self._what()),
+        }
 
     def report(self) -> str:
         """Describe the failure with its traceback."""

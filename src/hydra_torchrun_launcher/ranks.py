@@ -170,6 +170,12 @@ class Ranks:
         """Look after one more."""
         self._ranks.append(rank)
 
+    def tell_if_all_are_there(self, count: int) -> None:
+        """Tell the launching process of the attempt's processes once all have been forked."""
+        if len(self._ranks) == count:
+            pids = [rank.pid for rank in self._ranks]
+            self._tell({"op": "ranks", "attempt": self._attempt, "pids": pids})
+
     def alive(self) -> list[Rank]:
         """Return those that have not ended."""
         return [rank for rank in self._ranks if not rank.ended]

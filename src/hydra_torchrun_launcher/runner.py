@@ -25,7 +25,7 @@ from hydra_torchrun_launcher.errors import (
     StartError,
     refused,
 )
-from hydra_torchrun_launcher.job_run import HandedOver, JobRun
+from hydra_torchrun_launcher.job_run import HandedOver, JobRun, Note
 from hydra_torchrun_launcher.lending import Lender
 from hydra_torchrun_launcher.outcomes import Ended
 from hydra_torchrun_launcher.payload import Program, Work, pack
@@ -38,6 +38,10 @@ from hydra_torchrun_launcher.slots import Accelerators, Share
 from hydra_torchrun_launcher.wire import Readable, anonymous_file, wait_readable, write_document
 
 log = logging.getLogger(__name__)
+
+
+def _unnoted(_event: str, **_facts: Any) -> None:
+    """Note nothing."""
 
 
 class JobRunner:
@@ -98,16 +102,19 @@ class JobRunner:
         ended = self.start(job, share, watch)
         return dict(self.wait(watch))[job] if ended is None else ended
 
-    def start(self, job: Begun, share: Share, watch: SignalWatch) -> Ended | None:
+    def start(
+        self, job: Begun, share: Share, watch: SignalWatch, note: Note = _unnoted
+    ) -> Ended | None:
         """Start a job; return how it ended if it cannot start.
 
         Args:
             job: what Hydra has begun.
             share: its part of the machine.
             watch: the signals that stop it.
+            note: takes in what happens to it.
         """
         try:
-            self._running[job] = self._start(job, share, watch)
+            self._running[job] = self._start(job, share, watch, note)
         except Exception as problem:  # noqa: BLE001 - said, and the job's end
             return Ended(error=self._told(job, problem))
         return None
@@ -170,7 +177,7 @@ class JobRunner:
             value, error = None, self._told(job, problem)
         finally:
             run.close()
-        return Ended(value, error, run.restarts)
+        return Ended(value, error, run.restarts, run.place)
 
     def _told(self, job: Begun, problem: Exception) -> Exception:
         """Say what went wrong in the launching process; return it as the job's error."""
@@ -181,7 +188,7 @@ class JobRunner:
             log.error("%s failed: %s", job.name, error)
         return error
 
-    def _start(self, job: Begun, share: Share, watch: SignalWatch) -> JobRun:
+    def _start(self, job: Begun, share: Share, watch: SignalWatch, note: Note) -> JobRun:
         settings = _settings(job.config, job.environ)
         nproc = self._ranks(settings, watch)
         lender = self.lender(watch)
@@ -206,6 +213,7 @@ class JobRunner:
             settings.max_restarts,
             settings.shutdown_timeout_s,
             settings.timeout_s,
+            note,
         )
         return JobRun(handed_over, server, document, owns_server=fork)
 

@@ -1,0 +1,120 @@
+"""What happens to a sweep's jobs, for those who look: a file of JSON lines for each job (written in
+the launching process). The schema is in docs/events.md.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hydra_torchrun_launcher import tagged
+from hydra_torchrun_launcher.errors import (
+    FailFastError,
+    JobStoppedError,
+    JobTimeoutError,
+    TransportError,
+    printable,
+    refused,
+)
+from hydra_torchrun_launcher.outcomes import Ended
+
+log = logging.getLogger(__name__)
+
+FOLDER = ".torchrun"
+"""In the sweep's directory."""
+VERSION = 1
+"""Of the schema: raised when an event or a field changes its meaning, not when one is added."""
+_LONGEST_TEXT = 4000
+
+
+class EventFile:
+    """A job's events; nobody else writes to the file while the sweep runs."""
+
+    def __init__(self, sweep_dir: str | None, number: int) -> None:
+        """Name the file.
+
+        Args:
+            sweep_dir: the sweep's directory; None: nothing is written.
+            number: the job's number.
+        """
+        self._path = None if sweep_dir is None else Path(sweep_dir, FOLDER, f"{number}.jsonl")
+        self._number = number
+
+    def add(self, event: str, **facts: Any) -> None:
+        """Write an event, whole, at the end; what cannot be written is said and costs nothing."""
+        if self._path is None:
+            return
+        head = {"v": VERSION, "event": event, "time": time.time(), "job": self._number}
+        line = json.dumps({**head, **facts}).encode() + b"\n"
+        try:
+            self._path.parent.mkdir(exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            fd = os.open(self._path, flags, 0o666)
+            try:
+                os.write(fd, _line_end(fd) + line)
+            finally:
+                os.close(fd)
+        except OSError as problem:
+            log.warning("%s: %s; the job goes on", self._path, refused(problem))
+            self._path = None
+
+    def ended(self, ended: Ended, seconds: float) -> None:
+        """Write how the job ended."""
+        if ended.error is None:
+            self.add("completed", **_value(ended.value), seconds=round(seconds, 3))
+        else:
+            event = "stopped" if isinstance(ended.error, _STOPPED) else "failed"
+            self.add(event, **cause(ended), seconds=round(seconds, 3))
+
+
+_STOPPED = JobStoppedError | FailFastError
+
+
+def _line_end(fd: int) -> bytes:
+    """Return what ends a line that somebody who was killed has left without its end."""
+    size = os.fstat(fd).st_size
+    return b"\n" if size and os.pread(fd, 1, size - 1) != b"\n" else b""
+
+
+def cause(ended: Ended) -> dict[str, Any]:
+    """Return why a job failed, as an event has it."""
+    error = ended.error
+    text = ""
+    with suppress(Exception):  # a class of the user's may refuse
+        text = printable(str(error))[:_LONGEST_TEXT]
+    facts: dict[str, Any] = {"error": type(error).__name__, "message": text, **ended.place}
+    if isinstance(error, JobTimeoutError):
+        facts["timeout_s"] = error.timeout_s
+    return facts
+
+
+def _value(value: Any) -> dict[str, Any]:
+    try:
+        return {"value": json.loads(tagged.dumps(value))}
+    except (TransportError, TypeError, ValueError, RecursionError):  # no data
+        kind = type(value)
+        return {"value": None, "type": f"{kind.__module__}.{kind.__qualname__}"}
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the events of a file's last run; lines that are not whole are left out.
+
+    Args:
+        path: the file; one that is not there has no events.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    events: list[dict[str, Any]] = []
+    for line in lines:
+        with suppress(ValueError):
+            event = json.loads(line)
+            if isinstance(event, dict) and event.get("v") == VERSION and "event" in event:
+                events = [event] if event["event"] == "queued" else [*events, event]
+    return events
