@@ -146,5 +146,12 @@ class TorchrunConf:
     failed, and its ranks' Python stacks are in their logs. Each retry has the whole time. Null: no
     limit."""
 
+    dry_run: bool = False
+    """Say what each job would be, and start none."""
+
+    debug_rank: int | None = None
+    """The rank that has the terminal, for a debugger: standard input and Ctrl-C are its own, all
+    others write to their files, and there is no time limit. One job at a time."""
+
     extra: dict[str, Any] = field(default_factory=dict)
     """Any other field of the installed torch's LaunchConfig, by its name."""

@@ -11,12 +11,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hydra.core.utils import JobReturn, configure_log, filter_overrides, setup_globals
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import open_dict
 
+from hydra_torchrun_launcher import dry_run
 from hydra_torchrun_launcher.errors import (
     FailFastError,
     JobStoppedError,
@@ -108,6 +109,8 @@ class SweepRunner:
         returns = []
         try:
             jobs = self._sized(job_overrides, first_number, watch)
+            if self._jobs.is_dry:
+                self._describe(jobs, watch)
             returns = _Batch(self, self._jobs, watch).run(jobs)
         finally:
             if watch.received is not None:
@@ -137,6 +140,13 @@ class SweepRunner:
         if problems:
             raise SettingsError(problems)
         return jobs
+
+    def _describe(self, jobs: Sequence[_Waiting], watch: SignalWatch) -> NoReturn:
+        """Say what the jobs would be, and leave: a sweeper would take values from them."""
+        for job in jobs:
+            config = self._compose(job.number, job.overrides)
+            dry_run.show(self._jobs.describe(f"Job #{job.number}", config, watch))
+        raise SystemExit(0)
 
     def events(self, number: int) -> EventFile:
         """Return a job's events; none are written where the user wants no files of ours."""

@@ -105,11 +105,22 @@ class Lender:
     def take(self, ranks: int) -> Share | None:
         """Return the share of a job of so many ranks, or None if it has to wait."""
         taken = self._slots.take(self._needs(ranks))
-        if taken is None:
-            return None
+        return None if taken is None else self._share(taken)
+
+    def _share(self, taken: tuple[str, ...]) -> Share:
         devices = taken if self._devices else None
         cores = tuple(map(int, taken)) if self._cores else None
         return Share(devices, cores)
+
+    @property
+    def names(self) -> str:
+        """What is lent."""
+        return ", ".join(self._devices or self._cores)
+
+    def typical(self, ranks: int) -> Share:
+        """Return the share of a job of so many ranks if all were free."""
+        first = (self._devices or self._cores)[: self._needs(ranks)]
+        return self._share(first)
 
     def give_back(self, share: Share) -> None:
         """Take a job's share back."""

@@ -79,6 +79,7 @@ def job_plan(settings: Settings, nproc: int, found: Surroundings) -> dict[str, A
         "shutdown_timeout_s": settings.shutdown_timeout_s,
         "numa_binding": settings.numa_binding,
         "cores": found.share.cores,
+        "debug_rank": settings.sharing.debug_rank,
         "agent": {
             "nproc_per_node": nproc,
             "run_id": settings.run_id,

@@ -84,7 +84,11 @@ class RankPlan:
 def become(given: RankPlan, order: dict[str, Any], outcome: Fd, stack: Fd) -> None:
     """Be the rank that the agent ordered, in a process forked for it; never returns."""
     stacks.ignore()
-    os.setsid()  # as torchrun's: a rank leads its own session
+    debug_rank = given.plan["debug_rank"]
+    if debug_rank is not None:  # until here it was ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if order["local_rank"] != debug_rank:
+        os.setsid()  # as torchrun's: a rank leads its own session
     start = worker.RankStart(outcome, given.notes, stack, bool(order["stderr"]))
     close_all_but([outcome, given.notes, stack, given.document, *given.streams])
     environ = {**given.plan["environ"], **order["env"]}
@@ -95,7 +99,9 @@ def become(given: RankPlan, order: dict[str, Any], outcome: Fd, stack: Fd) -> No
         if given.plan["numa_binding"]:
             _bind(given.plan["numa_binding"], order["local_rank"])
         os.chdir(given.plan["cwd"])
-        _take_streams(given.streams, (None, order["stdout"], order["stderr"]))
+        has_input = debug_rank in (None, order["local_rank"])
+        stdin = None if has_input else os.devnull
+        _take_streams(given.streams, (stdin, order["stdout"], order["stderr"]))
         if given.plan["start_method"] == "spawn":
             worker.exec_rank(start, given.document, environ, given.plan["program"]["path"])
     except (OSError, StartError) as error:
@@ -128,7 +134,8 @@ def _take_streams(streams: list[Fd], names: Iterable[str | None]) -> None:
     for number, (stream, name) in enumerate(zip(streams, names, strict=True)):
         os.dup2(stream.fileno(), number)
         if name:
-            file = Fd(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666))
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND if number else os.O_RDONLY
+            file = Fd(os.open(name, flags, 0o666))
             os.dup2(file.fileno(), number)
             file.close()
 

@@ -184,6 +184,8 @@ RULES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "fail_fast": (bool, "true or false"),
     "retries": (_whole(0), "a number from 0"),
     "timeout_s": (_seconds, "seconds above 0, or null"),
+    "dry_run": (bool, "true or false"),
+    "debug_rank": (_whole(0, optional=True), "a rank's number, or null"),
     "extra": (_extra, "fields that have no setting here; not " + ", ".join(sorted(_OURS))),
 }
 """How each setting is read, and what to say to a value that cannot be."""

@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hydra_torchrun_launcher import freshness, machine, preconditions
+from hydra_torchrun_launcher import dry_run, freshness, machine, preconditions
 from hydra_torchrun_launcher.config import StartMethod
 from hydra_torchrun_launcher.errors import (
     JobStoppedError,
@@ -63,7 +63,6 @@ class JobRunner:
         preconditions.check_torch()
         open_standard_streams()
         preconditions.check_directory(directory, str(OmegaConf.select(config, directory)))
-        self._pool = Pool()
         self._lender: Lender | None = None
         self._directories: dict[str, int | None] = {}
         self._warned: set[str] = set()
@@ -71,9 +70,10 @@ class JobRunner:
         self._keys = itertools.count()
         self._environ = {**os.environ, **_env_set(config)}
         self._settings = settings = _settings(config, self._environ)
+        self._pool = Pool(debug=settings.sharing.debug_rank is not None)
         self.signals = settings.signals
         """Names of the signals that stop the sweep."""
-        if settings.start_method is not StartMethod.fork:
+        if settings.start_method is not StartMethod.fork and not settings.sharing.dry_run:
             preconditions.check_interpreter()
             preconditions.check_preload(settings.preload)
             self._server(self._environ_of_first(settings.nproc_per_node), settings)
@@ -131,6 +131,44 @@ class JobRunner:
         except SettingsError:  # said when it is started
             return 0
 
+    @property
+    def is_dry(self) -> bool:
+        """Whether nothing is to be started."""
+        return self._settings.sharing.dry_run
+
+    def describe(self, name: str, config: Any, watch: SignalWatch) -> str:
+        """Return what a job would be.
+
+        Args:
+            name: what to call it.
+            config: its composed config.
+            watch: as for `lender`.
+
+        Raises:
+            SettingsError: its settings cannot work.
+        """
+        environ = {**os.environ, **_env_set(config)}
+        settings = _settings(config, environ).given_terminal()
+        ranks, lender = self._ranks(settings, watch), self.lender(watch)
+        share = lender.take(ranks)
+        later = share is None
+        if share is None:  # it waits for one before it
+            share = lender.typical(ranks)
+        there = self._with_share(environ, ranks, share)
+        variables = {k: v for k, v in there.items() if os.environ.get(k) != v}
+        if later and share.devices:
+            variables[lender.variable] = f"<{ranks} of {lender.names}, when they are free>"
+        cores = share.cores and f"cores {', '.join(map(str, share.cores))}{' or others' * later}"
+        return dry_run.describe(
+            f"{name} ({cores})" if cores else name, config.hydra, settings, ranks, variables
+        )
+
+    def _with_share(self, environ: Mapping[str, str], nproc: int, share: Share) -> dict[str, str]:
+        found = with_thread_limit(environ, nproc, share)
+        if share.devices is not None and self._lender is not None:
+            found[self._lender.variable] = ",".join(share.devices)
+        return found
+
     def stop(self, job: Begun, error: Exception) -> None:
         """Stop a job that runs; it fails with this error."""
         self._running[job].stop(error)
@@ -141,6 +179,7 @@ class JobRunner:
             self._follow(watch)
         for job in [job for job, run in self._running.items() if run.is_over]:
             run = self._running.pop(job)
+            watch.interrupts_are_a_ranks = False
             yield job, self._end(job, run)
 
     def _follow(self, watch: SignalWatch) -> None:
@@ -189,14 +228,13 @@ class JobRunner:
         return error
 
     def _start(self, job: Begun, share: Share, watch: SignalWatch, note: Note) -> JobRun:
-        settings = _settings(job.config, job.environ)
+        settings = _settings(job.config, job.environ).given_terminal()
         nproc = self._ranks(settings, watch)
+        watch.interrupts_are_a_ranks = settings.sharing.debug_rank is not None
         lender = self.lender(watch)
         for problem in [*settings.ranks_beyond(nproc), *machine.too_many_ranks(nproc, job.environ)]:
             self._warn_once(problem, "%s: %s", job.name, problem)
-        environ = with_thread_limit(job.environ, nproc, share)
-        if share.devices is not None:
-            environ[lender.variable] = ",".join(share.devices)
+        environ = self._with_share(job.environ, nproc, share)
         program = Program.of_this_process()
         job.work.label = self._label(job)
         rank_files = _rank_files(job, settings)
@@ -204,7 +242,9 @@ class JobRunner:
         found = Surroundings(environ, job.working_dir, program, rank_files, share, label)
         plan = job_plan(settings, nproc, found)
         fork = settings.start_method is StartMethod.fork
-        server = _fork_server(job.work, watch) if fork else self._server(environ, settings)
+        server = (
+            _fork_server(job.work, watch, settings) if fork else self._server(environ, settings)
+        )
         document = anonymous_file("plan")
         write_document(document.fileno(), plan, b"" if fork else pack(job.work, program))
         handed_over = HandedOver(
@@ -272,14 +312,19 @@ class JobRunner:
             raise SettingsError([problem])
         lender = self.lender(watch)
         ranks = lender.ranks(settings.nproc_per_node)
+        debug_rank = settings.sharing.debug_rank
+        if debug_rank is not None and debug_rank >= ranks:
+            problem = f"hydra.launcher.debug_rank={debug_rank}: the job has ranks 0 to {ranks - 1}"
+            raise SettingsError([problem])
         too_large = lender.problem(ranks)
         if too_large is not None:
             raise SettingsError([too_large])
         return ranks
 
     def _look(self, watch: SignalWatch) -> Accelerators:
-        counted = not self._settings.sharing.lends or machine.may_have_accelerators()
-        if not counted:  # no need to wait for torch
+        sharing = self._settings.sharing
+        is_needless = sharing.lends or sharing.dry_run
+        if is_needless and not machine.may_have_accelerators():  # no need to wait for torch
             return Accelerators(0, 0)
         wanted = self._settings.nproc_per_node
         server = self._server(with_thread_limit(self._environ, wanted), self._settings)
@@ -313,7 +358,7 @@ def _env_set(config: Any) -> dict[str, str]:
     return {str(key): str(value) for key, value in values.items()}  # type: ignore[union-attr]
 
 
-def _fork_server(work: Work, watch: SignalWatch) -> Server:
+def _fork_server(work: Work, watch: SignalWatch, settings: Settings) -> Server:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         problem = (
@@ -328,4 +373,4 @@ def _fork_server(work: Work, watch: SignalWatch) -> Server:
         watch.restore()
         freshness.inherited = freshness.Inherited(work, random_state)
 
-    return Server.fork(in_child)
+    return Server.fork(in_child, debug=settings.sharing.debug_rank is not None)

@@ -38,7 +38,7 @@ _END_S = 10
 _MAX_SERVERS = 2
 
 
-def boot(fd: int, parent_pid: int, preload: list[str], bound: bool) -> NoReturn:  # noqa: FBT001
+def boot(fd: int, parent_pid: int, preload: list[str], bound: bool, debug: bool) -> NoReturn:  # noqa: FBT001
     """Be a server that is an interpreter of its own.
 
     Args:
@@ -47,7 +47,10 @@ def boot(fd: int, parent_pid: int, preload: list[str], bound: bool) -> NoReturn:
         preload: modules to import besides torch.
         bound: end when the thread that started this process ends. Until the imports are done
             nobody reads the channel, whose end-of-file says the same later.
+        debug: a rank is to have the terminal, and its Ctrl-C.
     """
+    if debug:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     if bound:
         processes.die_with_parent(parent_pid)
     _serve(channel_from(fd), preload)
@@ -93,8 +96,14 @@ class Server:
         self._owner = os.getpid()
 
     @classmethod
-    def start(cls, environ: Mapping[str, str], preload: tuple[str, ...]) -> Server:
-        """Start an interpreter that imports torch; returns at once."""
+    def start(cls, environ: Mapping[str, str], preload: tuple[str, ...], *, debug: bool) -> Server:
+        """Start an interpreter that imports torch; returns at once.
+
+        Args:
+            environ: its environment.
+            preload: modules to import besides torch.
+            debug: a rank is to have the terminal: it must be of the terminal's session.
+        """
         ours, theirs = channel_pair()
         in_main_thread = threading.current_thread() is threading.main_thread()
         command = processes.python_command(
@@ -105,6 +114,7 @@ class Server:
             os.getpid(),
             list(preload),
             in_main_thread,
+            debug,
         )
         popen = subprocess.Popen(  # noqa: S603 - our own interpreter
             command,
@@ -112,14 +122,19 @@ class Server:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
-            start_new_session=True,  # a Ctrl-C is the launching process's to answer
+            start_new_session=not debug,  # a Ctrl-C is the launching process's to answer
         )
         theirs.close()
         return cls(ours, popen.pid, popen)
 
     @classmethod
-    def fork(cls, in_child: Callable[[], None]) -> Server:
-        """Fork a server from this process, whose memory the ranks will see."""
+    def fork(cls, in_child: Callable[[], None], *, debug: bool) -> Server:
+        """Fork a server from this process, whose memory the ranks will see.
+
+        Args:
+            in_child: called there first.
+            debug: as for `start`.
+        """
         ours, theirs = channel_pair()
         parent = os.getpid()
         pid = fork()
@@ -127,7 +142,10 @@ class Server:
             try:
                 in_child()
                 close_all_but([theirs])
-                os.setsid()
+                if debug:
+                    signal.signal(signal.SIGINT, signal.SIG_IGN)
+                else:
+                    os.setsid()
                 processes.die_with_parent(parent)
                 _serve(theirs, [])
             finally:
@@ -234,8 +252,13 @@ def _wait(pid: int, popen: subprocess.Popen[bytes] | None, timeout_s: float) -> 
 class Pool:
     """The servers of a sweep, one for each set of load-time variables; two at most are kept."""
 
-    def __init__(self) -> None:
-        """Start none."""
+    def __init__(self, *, debug: bool) -> None:
+        """Start none.
+
+        Args:
+            debug: as for `Server.start`.
+        """
+        self._debug = debug
         self._servers: dict[tuple[Any, ...], Server] = {}
 
     def get(
@@ -258,7 +281,7 @@ class Pool:
             if server is not None:
                 server.close()
             self._end_idle(_MAX_SERVERS - 1)
-            server = Server.start(environ, preload)
+            server = Server.start(environ, preload, debug=self._debug)
         self._servers[key] = server  # the last used is the last to go
         return server
 

@@ -24,12 +24,16 @@ class Sharing:
         devices: names of the accelerators that may be lent; None for all that are seen.
         jobs_per_device: how many jobs may share one.
         fail_fast: whether a failed job ends the sweep.
+        dry_run: whether nothing is to be started.
+        debug_rank: the rank that has the terminal, or None.
     """
 
     n_jobs: int | None
     devices: tuple[str, ...] | None
     jobs_per_device: int
     fail_fast: bool
+    dry_run: bool
+    debug_rank: int | None
 
     @property
     def lends(self) -> bool:
@@ -73,6 +77,15 @@ class Settings:
     sharing: Sharing
     retries: int
     timeout_s: float | None
+
+    def given_terminal(self) -> Settings:
+        """Return the settings of a job in which one rank has the terminal, if the user wants it."""
+        rank = self.sharing.debug_rank
+        if rank is None:
+            return self
+        files = {"redirects": {}, "tee": {}, "console_ranks": (rank,)}
+        signals = tuple(name for name in self.signals if name != "SIGINT")  # the rank's own
+        return dataclasses.replace(self, **files, signals=signals, timeout_s=None)  # type: ignore[arg-type]
 
     def ranks_beyond(self, nproc: int) -> list[str]:
         """Say which settings name a local rank that a job of `nproc` ranks per node has not."""
@@ -155,6 +168,17 @@ def _unknown(raw: Mapping[str, Any]) -> list[str]:
 
 
 def _contradictions(parsed: dict[str, Any]) -> list[str]:
+    problems = _nodes(parsed)
+    if parsed.get("debug_rank") is not None and parsed.get("n_jobs", 1) != 1:
+        problem = (
+            f"hydra.launcher.debug_rank={parsed['debug_rank']} gives a rank the terminal, which "
+            "one job has at a time: expected n_jobs=1"
+        )
+        problems.append(problem)
+    return problems
+
+
+def _nodes(parsed: dict[str, Any]) -> list[str]:
     """Compare the two spellings of the number of nodes."""
     if not {"nnodes", "min_nodes", "max_nodes"} <= set(parsed):
         return []

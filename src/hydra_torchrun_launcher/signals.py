@@ -23,6 +23,8 @@ class SignalWatch:
     def __init__(self, names: Iterable[str]) -> None:
         """Install handlers for the signals of these names."""
         self.received: int | None = None
+        self.interrupts_are_a_ranks = False
+        """Whether a rank has the terminal: Ctrl-C is for it."""
         self.count = 0
         self._before: dict[int, Any] = {}
         read, write = os.pipe()
@@ -66,6 +68,8 @@ class SignalWatch:
             signal.signal(*self._before.popitem())
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGINT and self.interrupts_are_a_ranks:
+            return
         self.count += 1
         if self.received is None:
             self.received = signum

@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobRuntime, configure_log, setup_globals
 from hydra.types import TaskFunction
 
-from hydra_torchrun_launcher import payload, rank_logging
+from hydra_torchrun_launcher import dry_run, payload, rank_logging
 from hydra_torchrun_launcher.hydra_job import hydra_logs_failures, log_ended
 from hydra_torchrun_launcher.outcomes import Ended
 from hydra_torchrun_launcher.plans import Begun
@@ -45,6 +45,11 @@ class SingleRun:
         try:
             payload.evaluate_cached_resolvers(config)
             self._jobs = JobRunner(config, "hydra.run.dir")
+            if self._jobs.is_dry:
+                with closing(SignalWatch(())) as watch:
+                    dry_run.show(self._jobs.describe("Job", config, watch))
+                self._jobs.close()
+                raise SystemExit(0)
         finally:
             HydraConfig.instance().cfg = before
 

@@ -41,6 +41,7 @@ def main(cfg: Any) -> Any:
         limit=os.environ.get("OMP_NUM_THREADS"),
         threads=torch.get_num_threads(),
         attempts=attempts,
+        environ=dict(os.environ),
     )
     return cfg.n
 

@@ -1,0 +1,89 @@
+"""What a job would be, in words: its world, its variables, and the torchrun command that comes
+nearest (runs in the launching process).
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from hydra_torchrun_launcher.config import TorchrunConf
+from hydra_torchrun_launcher.payload import Program
+from hydra_torchrun_launcher.settings import Settings
+
+_AS_TORCHRUN = (
+    "max_restarts", "monitor_interval", "role", "signals_to_handle", "shutdown_timeout",
+    "numa_binding", "virtual_local_rank", "log_dir", "redirects", "tee", "local_ranks_filter",
+)  # fmt: skip
+"""Settings that are options of torchrun's."""
+_NOT_THE_TASKS = ("hydra/launcher", "hydra.launcher", "hydra.mode", "hydra.sweep")
+
+
+def describe(
+    name: str, hydra: Any, settings: Settings, ranks: int, variables: Mapping[str, str]
+) -> str:
+    """Return some lines about a job that is not started.
+
+    Args:
+        name: what messages call it.
+        hydra: its `hydra` node.
+        settings: its settings.
+        ranks: how many ranks it has.
+        variables: what is set for it beside torch elastic's variables.
+    """
+    overrides = list(hydra.overrides.task)
+    sets = {**variables, **_elastics(settings, ranks)}
+    lines = [
+        f"{name}: {' '.join(overrides) or 'no overrides'}",
+        f"  1 node x {ranks} {'rank' if ranks == 1 else 'ranks'} ({settings.start_method.name})",
+        "  sets: " + " ".join(f"{k}={shlex.quote(str(v))}" for k, v in sets.items()),
+        f"  like: {_command(hydra, overrides, ranks, variables)}",
+    ]
+    return "\n".join(lines)
+
+
+def _elastics(settings: Settings, ranks: int) -> dict[str, Any]:
+    """Return the variables that torch elastic sets in each rank, in short."""
+    each = "0" if ranks == 1 else f"0…{ranks - 1}"
+    world = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), ranks)
+    return {
+        **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), each),
+        **world,
+        "GROUP_RANK": 0,
+        "GROUP_WORLD_SIZE": 1,
+        "ROLE_NAME": settings.role,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "<free>",
+        "TORCHELASTIC_RUN_ID": settings.run_id or "<new>",
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": settings.max_restarts,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_ERROR_FILE": "<in ranks/>",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
+    }
+
+
+def _command(hydra: Any, overrides: Sequence[str], ranks: int, variables: Mapping[str, str]) -> str:
+    given: Any = OmegaConf.to_container(hydra.launcher, resolve=True)
+    usual: Any = OmegaConf.to_container(OmegaConf.structured(TorchrunConf), resolve=True)
+    options = ["--standalone", f"--nproc-per-node={ranks}"]
+    for name in _AS_TORCHRUN:
+        if given[name] != usual[name]:
+            option = f"--{name.replace('_', '-')}"
+            options.append(option if given[name] is True else f"{option}={given[name]}")
+    program = Program.of_this_process()
+    script = ["-m", program.main_module] if program.main_module else [program.main_path or "APP"]
+    own = [o for o in hydra.overrides.hydra if not o.lstrip("+~").startswith(_NOT_THE_TASKS)]
+    words = [*options, *script, *overrides, *own]
+    env = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+    return " ".join([*env, "torchrun", *map(shlex.quote, words)])
+
+
+def show(text: str) -> None:
+    """Print it, whatever the logging is."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
