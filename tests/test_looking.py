@@ -22,6 +22,14 @@ from running import read_records
 
 Start = Callable[..., Sweep]
 pytestmark = pytest.mark.hydra_versions
+TELL_TALE = """
+import os, sys
+def note(event, _arguments):
+    if event in ("subprocess.Popen", "os.fork", "os.posix_spawn"):
+        open(os.environ["PROCESSES"], "a").write(event)
+sys.addaudithook(note)
+"""
+"""What an interpreter runs first that is to note every process it starts."""
 
 
 @pytest.fixture
@@ -30,8 +38,9 @@ def start(sweep: Start, tmp_path: Path) -> Start:
     records = tmp_path / "records"
     records.mkdir()
 
-    def run(*overrides: str, **more: Any) -> Sweep:
-        return sweep("pooled.py", *overrides, environ={"RANK_RECORDS": str(records)}, **more)
+    def run(*overrides: str, environ: dict[str, str] | None = None) -> Sweep:
+        environ = {"RANK_RECORDS": str(records), **(environ or {})}
+        return sweep("pooled.py", *overrides, environ=environ)
 
     return run
 
@@ -45,8 +54,12 @@ def test_dry_run_says_what_ranks_get(start: Start, tmp_path: Path) -> None:
     """It names the variables that ranks then have, no others; nothing is started."""
     settings = ("n=1,2", "hydra.launcher.n_jobs=auto", "hydra.launcher.devices=[5,GPU-x]",
                 "hydra.launcher.max_restarts=2", "+hydra.job.env_set.SET='a b'")  # fmt: skip
-    dry = start(*settings, "hydra.launcher.dry_run=true").wait()
+    (tmp_path / "sitecustomize.py").write_text(TELL_TALE)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environ = {"PYTHONPATH": path, "PROCESSES": str(tmp_path / "processes")}
+    dry = start(*settings, "hydra.launcher.dry_run=true", environ=environ).wait()
     assert dry.status == 0, dry.output
+    assert not (tmp_path / "processes").exists()
     assert read_records(tmp_path / "records") == []
     assert not (dry.directory / "0").exists()
     assert not (dry.directory / ".torchrun").exists()
@@ -103,7 +116,7 @@ class Terminal:
         if self.pid == 0:
             os.chdir(cwd)
             os.execv(command[0], command)
-        self.shown = ""
+        self.shown = self.everything = ""
 
     def await_text(self, text: str) -> None:
         deadline = time.monotonic() + HANG_S
@@ -112,10 +125,12 @@ class Terminal:
             while text not in self.shown:
                 assert selector.select(max(0.0, deadline - time.monotonic())), self.shown
                 try:
-                    self.shown += os.read(self.fd, 65536).decode(errors="replace")
+                    text_read = os.read(self.fd, 65536).decode(errors="replace")
                 except OSError:
                     assert text in self.shown, self.shown
                     return
+                self.shown += text_read
+                self.everything += text_read
         self.shown = self.shown.partition(text)[2]
 
     def type(self, text: str) -> None:
@@ -160,7 +175,7 @@ def test_debug_rank_has_the_terminal(on_terminal: OnTerminal, tmp_path: Path, me
     terminal = on_terminal([
         sys.executable, str(APPS / "debugged.py"), "-m", "hydra/launcher=torchrun",
         "hydra.launcher.nproc_per_node=3", "hydra.launcher.debug_rank=1",
-        "hydra.launcher.timeout_s=1", f"hydra.launcher.start_method={method}",
+        "hydra.launcher.timeout_s=0.01", f"hydra.launcher.start_method={method}",
         f"hydra.sweep.dir={tmp_path / 'sweep'}",
     ])  # fmt: skip
     terminal.await_text("rank 1 speaks")
@@ -172,6 +187,7 @@ def test_debug_rank_has_the_terminal(on_terminal: OnTerminal, tmp_path: Path, me
     terminal.await_text("1042")
     terminal.type("c\n")
     assert terminal.wait() == 0, terminal.shown
+    assert "time is up" not in terminal.everything
     assert len(list(tmp_path.glob("rank*.ended"))) == 3
     for rank in (0, 2):
         log = tmp_path / f"sweep/0/ranks/attempt_0/{rank}/stdout.log"

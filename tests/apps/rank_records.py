@@ -1,7 +1,8 @@
-"""How an app's processes say what they saw: a JSON file for each record, by process."""
+"""How an app's processes say what they saw: a JSON file for each record."""
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ def write(kind: str, **facts: Any) -> None:
         "attempt": None if attempt is None else int(attempt),
         **facts,
     }
-    path = Path(os.environ[FOLDER], f"{kind}.{attempt}.{rank}.{os.getpid()}.unfinished")
+    # By time too: a kernel gives a number again, in small namespaces soon.
+    name = f"{kind}.{attempt}.{rank}.{time.time_ns()}.{os.getpid()}.unfinished"
+    path = Path(os.environ[FOLDER], name)
     path.write_text(json.dumps(record))
     path.rename(path.with_suffix(".json"))
