@@ -45,6 +45,8 @@ class _Waiting:
     overrides: Sequence[str]
     ranks: int
     """How many it has per node; 0 where nothing is lent and it does not matter."""
+    config: Any = None
+    """Its composed config, where that had to be looked at."""
 
 
 @dataclass
@@ -56,8 +58,9 @@ class _Running:
     events: EventFile
     facts: dict[str, Any]
     """What its first event says beside its processes."""
-    retries: int
     started: float
+    retries: int = 0
+    """How often it has run again."""
     tries: list[str] = field(default_factory=list)
     """What is said of those that failed."""
 
@@ -130,13 +133,14 @@ class SweepRunner:
             log.warning(lender.notice)
         jobs, problems = [], []
         for number, overrides in enumerate(job_overrides, first_number):
-            ranks = 0
+            ranks, config = 0, None
             try:
                 if lender.lends:
-                    ranks = self._jobs.ranks(self._compose(number, overrides), watch)
+                    config = self._compose(number, overrides)
+                    ranks = self._jobs.ranks(config, watch)
             except SettingsError as error:
                 problems += [f"job #{number}: {problem}" for problem in error.problems]
-            jobs.append(_Waiting(number, overrides, ranks))
+            jobs.append(_Waiting(number, overrides, ranks, config))
         if problems:
             raise SettingsError(problems)
         return jobs
@@ -144,7 +148,7 @@ class SweepRunner:
     def _describe(self, jobs: Sequence[_Waiting], watch: SignalWatch) -> NoReturn:
         """Say what the jobs would be, and leave: a sweeper would take values from them."""
         for job in jobs:
-            config = self._compose(job.number, job.overrides)
+            config = job.config or self._compose(job.number, job.overrides)
             dry_run.show(self._jobs.describe(f"Job #{job.number}", config, watch))
         raise SystemExit(0)
 
@@ -155,9 +159,10 @@ class SweepRunner:
         no_files = is_project and self._config.hydra.output_subdir is None
         return EventFile(None if no_files else directory, number)
 
-    def make(self, number: int, overrides: Sequence[str]) -> HydraJob:
-        """Compose a job."""
-        return HydraJob(self._context, self._task_function, self._compose(number, overrides))
+    def make(self, waiting: _Waiting) -> HydraJob:
+        """Compose a job, if it is not yet."""
+        config = waiting.config or self._compose(waiting.number, waiting.overrides)
+        return HydraJob(self._context, self._task_function, config)
 
     def _compose(self, number: int, overrides: Sequence[str]) -> Any:
         config = self._context.config_loader.load_sweep_config(self._config, list(overrides))
@@ -216,7 +221,7 @@ class _Batch:
         share = self._lender.take(waiting.ranks)
         if share is None:
             return False
-        job = self._sweep.make(number, waiting.overrides)
+        job = self._sweep.make(waiting)
         events = self._sweep.events(number)
         if failed is not None:
             self._lender.give_back(share)
@@ -237,9 +242,7 @@ class _Batch:
             return True
         self._sweep.log_as_sweep()
         facts = {"output_dir": begun.output_dir, "devices": share.devices, "cores": share.cores}
-        self._running[begun] = _Running(
-            job, share, events, facts, self._jobs.retries(begun), started=time.monotonic()
-        )
+        self._running[begun] = _Running(job, share, events, facts, time.monotonic())
         self._try(begun)
         return True
 
@@ -248,7 +251,7 @@ class _Batch:
 
         def note(event: str, **facts: Any) -> None:
             more = running.facts if event == "started" else {}
-            running.events.add(event, retry=len(running.tries), **facts, **more)
+            running.events.add(event, retry=running.retries, **facts, **more)
 
         ended = self._jobs.start(begun, running.share, self._watch, note)
         if ended is not None:
@@ -256,14 +259,13 @@ class _Batch:
 
     def _end(self, begun: Begun, ended: Ended) -> None:
         running = self._running[begun]
-        if ended.error is not None and self._may_retry(running, ended.error):
-            tried = len(running.tries) + 1
-            again = f"it runs again (retry {tried} of {tried + running.retries - 1})"
+        if ended.error is not None and self._may_retry(begun, ended.error):
+            running.events.add("failed_try", retry=running.retries, **cause(ended))
+            running.retries += 1
+            again = f"it runs again (retry {running.retries} of {self._jobs.retries(begun)})"
             log.warning("%s failed: %s", begun.name, again)
             said = f"{type(ended.error).__name__}: {str(ended.error).partition(chr(10))[0]}"
             running.tries += [*ended.restarts, f"{again}, as it failed: {said}"]
-            running.retries -= 1
-            running.events.add("failed_try", retry=tried - 1, **cause(ended))
             self._try(begun)
             return
         del self._running[begun]
@@ -274,10 +276,11 @@ class _Batch:
         if ended.error is not None:
             self._fail_fast(begun.name.lower())
 
-    def _may_retry(self, running: _Running, error: BaseException) -> bool:
+    def _may_retry(self, begun: Begun, error: BaseException) -> bool:
         is_stopping = self._watch.received is not None or self._sweep.failed_fast is not None
-        in_vain = isinstance(error, SettingsError | JobStoppedError)
-        return running.retries > 0 and not is_stopping and not in_vain
+        if is_stopping or isinstance(error, SettingsError | JobStoppedError):
+            return False
+        return self._running[begun].retries < self._jobs.retries(begun)
 
     def _fail_fast(self, name: str) -> None:
         """Stop what runs, if a failed job is to end the sweep."""

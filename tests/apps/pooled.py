@@ -18,7 +18,7 @@ VISIBILITY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 @hydra.main(version_base="1.3", config_path=".", config_name="pooled")
 def main(cfg: Any) -> Any:
-    started = time.monotonic()
+    started, clock = time.monotonic(), time.time()
     job = HydraConfig.get().job.num
     attempts = len(list(FOLDER.glob(f"try.{job}.*")))
     if os.environ["RANK"] == "0":
@@ -36,6 +36,7 @@ def main(cfg: Any) -> Any:
         job=job,
         started=started,
         ended=time.monotonic(),
+        clock=clock,
         seen={name: os.environ[name] for name in VISIBILITY if name in os.environ},
         cores=sorted(os.sched_getaffinity(0)),
         limit=os.environ.get("OMP_NUM_THREADS"),
