@@ -4,6 +4,7 @@ BENCHMARK_MAIN=ours chooses our decorator, for single runs.
 """
 
 import os
+import time
 
 import hydra
 import torch
@@ -17,12 +18,13 @@ decorator = hydra_torchrun_launcher.main if OURS else hydra.main
 
 
 @decorator(version_base="1.3", config_path=None)
-def main(_: DictConfig) -> float:
-    """Sum up a one of each rank."""
+def main(cfg: DictConfig) -> float:
+    """Sum up a one of each rank, and stay as long as a longer job would."""
     dist.init_process_group("gloo")
     total = torch.ones(1)
     dist.all_reduce(total)
     dist.destroy_process_group()
+    time.sleep(cfg.get("hold_s", 0))
     return total.item()
 
 

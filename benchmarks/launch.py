@@ -1,9 +1,9 @@
 """Measure what the launcher costs, as shares of torchrun's cost for the same app.
 
 Each round runs its commands one after another: torchrun, a sweep of one job, a sweep of eleven,
-and with our decorator a single run and torchrun. A ratio is formed within its round, so that a
-machine that changes speed between rounds changes both its sides. CPU seconds are those of every
-process that a command started.
+with our decorator a single run and torchrun, and sweeps of one longer job and of eight at once. A
+ratio is formed within its round, so that a machine that changes speed between rounds changes both
+its sides. CPU seconds are those of every process that a command started.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from pathlib import Path
 APP = Path(__file__).with_name("app.py")
 RANKS = 2
 FURTHER_JOBS = 10
+AT_ONCE, HOLD_S = 8, 2
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -47,6 +48,14 @@ def sweep(jobs: int) -> list[str]:
     numbers = ",".join(map(str, range(jobs)))
     launcher = ["hydra/launcher=torchrun", f"hydra.launcher.nproc_per_node={RANKS}"]
     return [sys.executable, str(APP), "-m", *launcher, f"+job={numbers}"]
+
+
+def at_once(jobs: int) -> list[str]:
+    """Return the launcher's command for so many jobs of one rank that wait, all at once."""
+    numbers = ",".join(map(str, range(jobs)))
+    launcher = ["hydra.launcher.nproc_per_node=1", f"hydra.launcher.n_jobs={jobs}"]
+    more = ["hydra/launcher=torchrun", *launcher, f"+job={numbers}", f"+hold_s={HOLD_S}"]
+    return [sys.executable, str(APP), "-m", *more]
 
 
 def with_our_main(command: Sequence[str]) -> list[str]:
@@ -100,12 +109,14 @@ class Round:
     many_jobs: Cost
     single_run: Cost
     torchrun_with_ours: Cost
+    one_longer: Cost
+    all_at_once: Cost
 
     @classmethod
     def run(cls, number: int) -> "Round":
         """Measure a round; every other one runs its commands in the opposite order."""
         commands = [torchrun(), sweep(1), sweep(1 + FURTHER_JOBS)]
-        commands += [single_run(), with_our_main(torchrun())]
+        commands += [single_run(), with_our_main(torchrun()), at_once(1), at_once(AT_ONCE)]
         if number % 2:
             return cls(*reversed([measure(command) for command in reversed(commands)]))
         return cls(*map(measure, commands))
@@ -144,7 +155,9 @@ def table(rounds: Sequence[Round]) -> str:
             shares = [read(cost(r)) / read(r.torchrun) for r in rounds]
             share = "" if name == "torchrun" else summary(shares)
             lines.append(f"{name + ', ' + clock:24}{summary(seconds):32}{share}".rstrip())
-    return "\n".join(lines)
+    together = summary([r.all_at_once.wall_s / r.one_longer.wall_s for r in rounds])
+    held = f"{AT_ONCE} jobs of one rank that take {HOLD_S} s, all at once"
+    return "\n".join([*lines, "", f"{held}, wall: {together.strip()} of one alone"])
 
 
 def machine() -> str:
