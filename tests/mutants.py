@@ -137,6 +137,7 @@ MUTANTS = [
     Mutant("events", 'events = [event] if event["event"] == "queued" else [*events, event]', "events = [*events, event]", "test_events.py::test_second_run_in_a_directory"),
     Mutant("jobs", "is_project and self._config.hydra.output_subdir is None", "False", "test_events.py::test_no_events_where_no_files_are_wanted"),
     Mutant("keeper", 'self._ranks.tell_if_all_are_there(self._plan["agent"]["nproc_per_node"])', "pass", "test_events.py::test_events_of_a_sweep"),
+    Mutant("preconditions", "if there != Path(value).absolute():", "if False:", "test_bad_input.py::test_sweep_directory_that_cannot_be_made"),
     Mutant("jobs", "for number in sorted(self._returns)]", "for number in self._returns]", "test_sweepers.py::test_optuna"),
     Mutant("dry_run", "sets = {**variables, **_elastics(settings, ranks)}", "sets = {**_elastics(settings, ranks)}", "test_looking.py::test_dry_run_says_what_ranks_get"),
     Mutant("runner", "and not settings.sharing.dry_run", "", "test_looking.py::test_dry_run_says_what_ranks_get"),

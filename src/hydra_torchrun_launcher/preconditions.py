@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -67,6 +68,12 @@ def check_directory(setting: str, value: str) -> None:
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         problem = f"{setting}={value}: {there} is no directory that can be written to"
         raise StartError(problem)
+    if there != Path(value).absolute():
+        try:  # root may write in /proc, say, and yet nothing can be made there
+            os.rmdir(tempfile.mkdtemp(prefix=".hydra-torchrun-", dir=there))
+        except OSError as error:
+            problem = f"{setting}={value}: nothing can be made in {there} ({error.strerror})"
+            raise StartError(problem) from None
 
 
 def check_torch() -> None:
