@@ -47,7 +47,7 @@ def test_optuna(optimise: Any, failing: tuple[str, ...]) -> None:
     pytest.importorskip("optuna", reason="hydra-optuna-sweeper is not installed")
     expected, in_turn = optimise("basic", *OPTUNA, *failing)
     assert expected.status == 0, expected.output
-    run, jobs = optimise("torchrun", *OPTUNA, "hold=0.2", *failing)
+    run, jobs = optimise("torchrun", *OPTUNA, "hold=0.5", *failing)
     assert run.status == 0, run.output
     assert [(job["job"], job["x"]) for job in jobs] == [(job["job"], job["x"]) for job in in_turn]
     assert len(jobs) == 9
