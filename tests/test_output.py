@@ -62,20 +62,25 @@ def test_teed_lines_are_whole(sweep: Run) -> None:
     [("pipe", 40), ("terminal", 3)],  # 40: longer than any process of a job may keep silent
 )
 def test_console_that_takes_nothing(tmp_path: Path, kind: str, paused_s: float) -> None:
-    """A paused reader of the console holds up what is teed, for as long as it likes, and no job."""
+    """A paused reader of the console holds up what is teed, for as long as it likes, and no job.
+
+    That is so for both of a rank's streams, and for several jobs at once.
+    """
     reader, writer = os.pipe() if kind == "pipe" else pty.openpty()
     command = [
         sys.executable, str(APPS / "speaking.py"), "-m", "hydra/launcher=torchrun",
-        "hydra.launcher.nproc_per_node=1", f"hydra.sweep.dir={tmp_path}", "hydra.launcher.tee='1'",
+        "hydra.launcher.nproc_per_node=1", f"hydra.sweep.dir={tmp_path}", "hydra.launcher.tee='3'",
+        "hydra.launcher.n_jobs=2", "+n=0,1",
     ]  # fmt: skip
     app = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.DEVNULL,
+        command, stdin=subprocess.DEVNULL, stdout=writer, stderr=writer,
         start_new_session=True, env={**os.environ, "SPEAK": "much"}, cwd=tmp_path,
     )  # fmt: skip
     os.close(writer)
-    log = tmp_path / "0/ranks/attempt_0/0/stdout.log"
+    streams = [(job, stream) for job in (0, 1) for stream in ("stdout", "stderr")]
+    logs = [tmp_path / f"{job}/ranks/attempt_0/0/{stream}.log" for job, stream in streams]
     deadline = time.monotonic() + HANG_S
-    while not (log.exists() and len(log.read_bytes().splitlines()) == 3000):
+    while not all(log.exists() and len(log.read_bytes().splitlines()) == 3000 for log in logs):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     with pytest.raises(subprocess.TimeoutExpired):
@@ -85,9 +90,12 @@ def test_console_that_takes_nothing(tmp_path: Path, kind: str, paused_s: float) 
         while data := os.read(reader, 65536):
             shown += data
     os.close(reader)
-    assert app.wait(HANG_S) == 0
-    lines = [line for line in shown.replace(b"\r", b"").split(b"\n") if b"xxx" in line]
-    assert lines == [b"[default0]:" + line for line in log.read_bytes().splitlines()]
+    assert app.wait(HANG_S) == 0, shown[-4000:]
+    for job in (0, 1):
+        prefix = f"[job #{job}, rank 0] ".encode()
+        lines = [line for line in shown.replace(b"\r", b"").split(b"\n") if prefix in line]
+        expected = [prefix + line for line in logs[2 * job].read_bytes().splitlines()]
+        assert sorted(lines) == sorted(2 * expected)
 
 
 def test_torchs_filters_of_teed_lines(sweep: Run) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -182,7 +184,8 @@ def test_output_of_jobs_at_once(start: Start) -> None:
         assert found[1] == found[2]
 
 
-def test_output_through_a_pipe(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["pipe", "socket"])
+def test_output_in_pieces(tmp_path: Path, kind: str) -> None:
     """Lines are whole also where the reader takes them piece by piece."""
     records = tmp_path / "records"
     records.mkdir()
@@ -193,11 +196,11 @@ def test_output_through_a_pipe(tmp_path: Path) -> None:
         f"hydra.sweep.dir={tmp_path / 'sweep'}",
     ]  # fmt: skip
     environ = {**os.environ, "RANK_RECORDS": str(records)}
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as run:
-        assert run.stdout is not None
-        output = b"".join(iter(lambda: os.read(run.stdout.fileno(), 777), b"")).decode()
+    reader, writer = os.pipe() if kind == "pipe" else [s.detach() for s in socket.socketpair()]
+    with subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=writer, stderr=writer) as run:
+        os.close(writer)
+        output = b"".join(iter(lambda: os.read(reader, 777), b"")).decode()
+    os.close(reader)
     assert run.returncode == 0, output
     lines = [line for line in output.splitlines() if "xx" in line or "yy" in line]
     assert len(lines) == 3 * 2 * 2 * 60
@@ -249,6 +252,23 @@ def test_fail_fast(start: Start, ranks: Any) -> None:
     assert run.seconds < 50
 
 
+@pytest.mark.parametrize("limit", ["fail_fast=true", "timeout_s=12"])
+def test_own_failure_comes_first(start: Start, limit: str) -> None:
+    """A job whose rank has failed, and that cannot end at once, has failed by that rank."""
+    run = start(
+        "hydra.launcher.n_jobs=2", "hydra.launcher.devices=[0,1,2]", f"hydra.launcher.{limit}",
+        "hydra.launcher.nproc_per_node=${n}", "n=1,2", "fails=true", "+holds={1:3,2:0}",
+        "stubborn=60", "hydra.launcher.shutdown_timeout=16", nproc=0,
+    ).wait()  # fmt: skip
+    assert run.status == 1
+    for number in (0, 1):
+        lines = (run.directory / f".torchrun/{number}.jsonl").read_text().splitlines()
+        last = json.loads(lines[-1])
+        assert (last["event"], last["error"], last["rank"]) == ("failed", "ValueError", 0)
+    assert "job 1 was asked to fail" in (run.directory / "1/pooled.log").read_text()
+    assert run.seconds > 12
+
+
 @pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
 def test_time_limit(start: Start, ranks: Any, method: str) -> None:
     """A job that takes too long is ended; logs and message show where its ranks stood."""
@@ -258,7 +278,7 @@ def test_time_limit(start: Start, ranks: Any, method: str) -> None:
     ).wait()  # fmt: skip
     assert run.status == 1
     assert [rank["job"] for rank in ranks()] == [1, 1]
-    line = (APPS / "pooled.py").read_text().split("time.sleep(")[0].count("\n") + 1
+    line = (APPS / "pooled.py").read_text().split("time.sleep(cfg.get")[0].count("\n") + 1
     for number in (0, 1):
         assert run.output.count(f"  rank {number}: {APPS / 'pooled.py'}:{line} in main") >= 2
         for attempt in (0, 1):

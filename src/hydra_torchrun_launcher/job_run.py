@@ -192,7 +192,7 @@ class JobRun:
 
     def stop(self, error: Exception) -> None:
         """End the job: its ranks are asked to leave, and its result is this error."""
-        if self._ended_for is None and not self._signals_sent:
+        if not self._is_decided:
             self._ended_for = error
             log.warning("%s: %s", self._name, error)
             if self._server.ready:
@@ -202,11 +202,18 @@ class JobRun:
 
     def _end_in_time(self) -> None:
         """End a job whose time is up, once its ranks have said where they stand."""
-        if self._ended_for is None and not self._signals_sent:
+        self._limit.within(_STACKS_S + self._shutdown_timeout_s + _KEEPER_ANSWERS_S)
+        if not self._is_decided:
             self._ended_for = JobTimeoutError(self._timeout_s or 0, ())
             log.warning("%s: its time is up (hydra.launcher.timeout_s)", self._name)
-            self._limit.within(_STACKS_S + self._shutdown_timeout_s + _KEEPER_ANSWERS_S)
             self._order({"op": "time is up"})
+
+    @property
+    def _is_decided(self) -> bool:
+        """Whether it is known why the job ends, or has ended: what comes later is not the cause."""
+        is_failing = bool(self._failures) and self._attempt >= self._max_restarts
+        is_ending = self._ended_for is not None or self._signals_sent > 0
+        return is_failing or is_ending or self._done is not None or self.is_over
 
     def _give_server_up(self, signum: int) -> None:
         """End a server that imports still: there may be nobody to hear an order."""

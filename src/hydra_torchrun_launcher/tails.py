@@ -11,16 +11,20 @@ import os
 import re
 import select
 import stat
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
 """A progress bar's returns end lines too, as in torchrun; of one that is last, more may come."""
-_CHUNK = 1 << 20
+_CHUNK = 1 << 16
+"""What is shown before other jobs have their turn."""
 _LONGEST_LINE = 64 << 20
 """What is longer is shown in pieces, so that memory is bounded."""
 _SLICE = 512
 """What a stream that can be written to takes at once without waiting."""
+_TURN, _LINE = 0, 1
+"""What is locked of a console: who writes next, and who is in the middle of a line."""
 _SAY_BUSY_S = 5
 _ANOTHER_WRITES_S = 0.02
 """How long to leave the console to another job that is in the middle of a line."""
@@ -32,7 +36,7 @@ class Tails:
     def __init__(self) -> None:
         """Nothing is shown yet."""
         self._tails: list[_Tail] = []
-        self._consoles: dict[int, _Console] = {}
+        self._consoles: dict[tuple[int, int], _Console] = {}
 
     def __bool__(self) -> bool:
         return bool(self._tails)
@@ -45,10 +49,12 @@ class Tails:
             prefix: what each line begins with.
             console: the descriptor to write to.
         """
-        if console not in self._consoles:
-            self._consoles[console] = _Console(console)
+        there = os.fstat(console)  # both streams may be one pipe or terminal
+        key = there.st_dev, there.st_ino
+        if key not in self._consoles:
+            self._consoles[key] = _Console(console)
         start = prefix.encode("utf-8", "surrogateescape")
-        self._tails.append(_Tail(name, start, self._consoles[console]))
+        self._tails.append(_Tail(name, start, self._consoles[key]))
 
     def show(self) -> bool:
         """Show some of what is new without waiting; tell whether more can be shown at once."""
@@ -60,35 +66,41 @@ class Tails:
         It waits for a console that takes nothing for now, unless a signal comes.
 
         Args:
-            busy: called every few seconds of waiting.
+            busy: called every few seconds.
         """
+        said = time.monotonic()
         try:
             for tail in self._tails:
                 tail.is_complete = True
             while self.show() or self._is_held_up():
-                if self._is_held_up() and not self._wait_for_consoles():
+                if self._is_held_up():
+                    self._wait_for_consoles()
+                if time.monotonic() - said > _SAY_BUSY_S:
+                    said = time.monotonic()
                     busy()
         finally:
             self._tails.clear()
+            for console in self._consoles.values():
+                console.unlock()
 
     def _is_held_up(self) -> bool:
         return any(tail.is_held_up for tail in self._tails)
 
-    def _wait_for_consoles(self) -> bool:
-        if any(tail.console.is_anothers for tail in self._tails):
-            return not select.poll().poll(_ANOTHER_WRITES_S * 1000)
+    def _wait_for_consoles(self) -> None:
         poll = select.poll()
+        is_anothers = any(tail.console.is_anothers for tail in self._tails)
         for tail in self._tails:
-            if tail.is_held_up:
+            if tail.is_held_up and not is_anothers:
                 poll.register(tail.console.fd, select.POLLOUT)
-        return bool(poll.poll(_SAY_BUSY_S * 1000))
+        poll.poll((_ANOTHER_WRITES_S if is_anothers else _SAY_BUSY_S) * 1000)
 
 
 class _Console:
     """A stream of the launching process's, written to without ever waiting for its reader.
 
     Other ranks' files go there too, and those of other jobs, by their agents: whoever is in the
-    middle of a line has it locked.
+    middle of a line has it locked, by a record lock, which whatever a process has open can carry
+    (a pipe, a terminal, a socket) and which goes with the process.
     """
 
     def __init__(self, number: int) -> None:
@@ -96,35 +108,45 @@ class _Console:
         self.is_anothers = False
         """Whether another agent was in the middle of a line at the last try."""
         self._writer: object | None = None
-        self._can_lock = False
         mode = os.fstat(number).st_mode
-        self._may_wait = not stat.S_ISREG(mode)
+        self._is_file = stat.S_ISREG(mode)  # takes all at once
+        self._can_lock = self._may_wait = not self._is_file
         if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
             # Opened anew: O_NONBLOCK holds for all who share a description, the user's shell too.
             with suppress(OSError):
                 self.fd = os.open(f"/dev/fd/{number}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
                 self._may_wait = False
-                self._can_lock = True  # a file takes all at once
 
     def lock(self, writer: object) -> bool:
         """Keep other writers out until `unlock`; tell whether nobody is in the middle of a line."""
-        if self._writer is None and self._can_lock:
-            try:
-                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                self.is_anothers = True
+        if self._writer is None:
+            # Who waits for the line has the turn, so that nobody has two lines meanwhile.
+            self.is_anothers = not (self._have(_TURN) and self._have(_LINE))
+            if self.is_anothers:
                 return False
-            except OSError:  # a console that knows no locks
-                self._can_lock = False
-        self.is_anothers = False
-        self._writer = self._writer or writer
+            self._leave(_TURN)
+            self._writer = writer
         return self._writer is writer
 
     def unlock(self) -> None:
         """Let others write again."""
         self._writer = None
+        self._leave(_LINE)
+        self._leave(_TURN)
+
+    def _have(self, what: int) -> bool:
+        try:
+            if self._can_lock:
+                fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, what)
+        except (BlockingIOError, PermissionError):  # either, says POSIX
+            return False
+        except OSError:  # a console that knows no locks
+            self._can_lock = False
+        return True
+
+    def _leave(self, what: int) -> None:
         if self._can_lock:
-            fcntl.flock(self.fd, fcntl.LOCK_UN)
+            fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, what)
 
     def write(self, data: memoryview) -> int:
         """Write some; return how much, 0 if the reader takes nothing for now."""
@@ -134,6 +156,10 @@ class _Console:
             if not poll.poll(0):
                 return 0
             data = data[:_SLICE]
+        elif not self._is_file:
+            # A pipe takes so much at once or not at all: what others write comes between lines.
+            end = bytes(data[: select.PIPE_BUF]).rfind(b"\n") + 1
+            data = data[: end or select.PIPE_BUF]
         try:
             return os.write(self.fd, data)
         except BlockingIOError:

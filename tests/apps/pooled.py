@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -26,6 +27,9 @@ def main(cfg: Any) -> Any:
     for number in range(cfg.lines):
         print(f"<{job} {number} {'x' * cfg.length} end>", flush=True)
         print(f"<{job} {number} {'y' * cfg.length} end>", flush=True, file=sys.stderr)
+    if cfg.stubborn and os.environ["RANK"] != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(cfg.stubborn)
     time.sleep(cfg.get("holds", {}).get(cfg.n, cfg.hold))
     if cfg.get("fail", {}).get(cfg.n, cfg.fails) and attempts < cfg.fail_until:
         raise ValueError(f"job {job} was asked to fail")

@@ -32,7 +32,8 @@ def main(_: Any) -> None:
         print("no end", end="")
         return
     if os.environ.get("SPEAK") == "much":
-        print("\n".join(f"{number} {'x' * 100}" for number in range(3000)))
+        for stream in (sys.stdout, sys.stderr):
+            print("\n".join(f"{number} {'x' * 100}" for number in range(3000)), file=stream)
         return
     if os.environ.get("SPEAK") == "little":
         print(f"rank {rank} speaks")
