@@ -182,6 +182,9 @@ class _Charge:
 
         try:
             self._run = SingleRun(config)
+        except JobStoppedError as stopped:  # while accelerators were counted, in a dry run
+            signal.raise_signal(stopped.signum)
+            raise SystemExit(1) from None
         except LauncherError as error:  # Hydra takes what a callback raises for a warning
             sys.stderr.write(f"{error}\n")
             raise SystemExit(1) from None

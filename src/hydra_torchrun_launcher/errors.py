@@ -105,6 +105,10 @@ class FailFastError(LauncherError):
         return (type(self), (self.what, self.failed))
 
 
+class SweepEndedError(LauncherError):
+    """The sweep has ended while the job ran; the message says why."""
+
+
 @dataclass(frozen=True)
 class RankPlace:
     """Where a rank ran: what a person needs to find its log.

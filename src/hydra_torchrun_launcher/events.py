@@ -14,14 +14,13 @@ from typing import Any
 
 from hydra_torchrun_launcher import tagged
 from hydra_torchrun_launcher.errors import (
-    FailFastError,
-    JobStoppedError,
     JobTimeoutError,
     TransportError,
     printable,
     refused,
 )
 from hydra_torchrun_launcher.outcomes import Ended
+from hydra_torchrun_launcher.tries import STOPPED
 
 log = logging.getLogger(__name__)
 
@@ -68,11 +67,8 @@ class EventFile:
         if ended.error is None:
             self.add("completed", **_value(ended.value), seconds=round(seconds, 3))
         else:
-            event = "stopped" if isinstance(ended.error, _STOPPED) else "failed"
+            event = "stopped" if isinstance(ended.error, STOPPED) else "failed"
             self.add(event, **cause(ended), seconds=round(seconds, 3))
-
-
-_STOPPED = JobStoppedError | FailFastError
 
 
 def _line_end(fd: int) -> bytes:

@@ -96,6 +96,8 @@ class JobRun:
         self._limit = Deadline()
         self._server = server
         self._owns_server = owns_server
+        self.has_ranks = False
+        """Whether its ranks have been there."""
         self.restarts: list[str] = []
         """What failed in attempts that were followed by another."""
         self._failures: list[Failure] = []
@@ -130,7 +132,7 @@ class JobRun:
     def is_over(self) -> bool:
         """Whether nothing of the job is left, or nothing more can be heard of it."""
         heard_all = self._job.fileno() < 0 and (self._ended is not None or self._server.dead)
-        return heard_all or self._cannot_go_on is not None
+        return heard_all or (self._cannot_go_on is not None and self._server.dead)
 
     def fileno(self) -> int:
         """Return the descriptor that becomes readable when its keeper speaks, or -1."""
@@ -157,8 +159,10 @@ class JobRun:
             self._end_by_force()
 
     def give_up(self, error: Exception) -> None:
-        """Know the job no more: its result is this error."""
-        self._cannot_go_on = error
+        """End the job, of which not all can be known any more: its result is this error."""
+        if self._cannot_go_on is None:
+            self._cannot_go_on = error
+            self._ask_to_leave(signal.SIGTERM)
 
     def _end_by_force(self) -> None:
         """End a keeper, then a server, that does not answer: stopped, or stuck in the kernel.
@@ -270,6 +274,7 @@ class JobRun:
 
     def _note_start(self, message: dict[str, Any]) -> None:
         attempt, pids = message["attempt"], message["pids"]
+        self.has_ranks = True
         if attempt == 0:
             self._note("started", attempt=0, keeper=self._keeper_pid, pids=pids)
         else:
@@ -302,15 +307,19 @@ class JobRun:
         else:
             log.error("%s: also failed: %s", self._name, _shown(failure.line()))
 
-    def close(self) -> None:
-        """Hang up: what still runs of the job is ended by its keeper."""
+    def hang_up(self) -> None:
+        """Leave the job to its keeper, which ends what still runs of it, in its own time."""
         self._server.listeners.pop(self._key, None)
-        if self.is_over and self._owns_server:
-            self._server.close()
         if self._job.fileno() >= 0:
-            # Its keeper ends it in its own time; until then the server has children to wait for.
+            # Until then the server has children to wait for.
             self._server.patience_s = self._shutdown_timeout_s + _KEEPER_ANSWERS_S
             self._job.hang_up()
+
+    def close(self) -> None:
+        """Hang up, and end the server with the job if it is the job's own."""
+        self.hang_up()
+        if self._owns_server:
+            self._server.close()
 
     def result(self) -> tuple[Any, BaseException | None]:
         """Return rank 0's value, or None and why the job failed.

@@ -9,7 +9,8 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +24,7 @@ from hydra_torchrun_launcher.errors import (
     JobStoppedError,
     SettingsError,
     StartError,
+    SweepEndedError,
     refused,
 )
 from hydra_torchrun_launcher.events import EventFile, cause
@@ -33,6 +35,7 @@ from hydra_torchrun_launcher.plans import Begun
 from hydra_torchrun_launcher.runner import JobRunner
 from hydra_torchrun_launcher.signals import SignalWatch
 from hydra_torchrun_launcher.slots import Share
+from hydra_torchrun_launcher.tries import Tries
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +46,8 @@ class _Waiting:
 
     number: int
     overrides: Sequence[str]
-    ranks: int
+    events: EventFile
+    ranks: int = 0
     """How many it has per node; 0 where nothing is lent and it does not matter."""
     config: Any = None
     """Its composed config, where that had to be looked at."""
@@ -58,11 +62,13 @@ class _Running:
     events: EventFile
     facts: dict[str, Any]
     """What its first event says beside its processes."""
+    tries: Tries
     started: float
-    retries: int = 0
-    """How often it has run again."""
-    tries: list[str] = field(default_factory=list)
-    """What is said of those that failed."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it has run."""
+        return time.monotonic() - self.started
 
 
 class SweepRunner:
@@ -78,7 +84,7 @@ class SweepRunner:
         self._task_function = getattr(task_function, TASK, task_function)
         self._config = config
         self._shared: dict[str, Any] = {}
-        self._jobs = JobRunner(config, "hydra.sweep.dir")
+        self._jobs = JobRunner(config)
         self.failed_fast: str | None = None
         """The job whose failure has ended the sweep, by hydra.launcher.fail_fast."""
 
@@ -111,10 +117,14 @@ class SweepRunner:
         watch = SignalWatch(self._jobs.signals)
         returns = []
         try:
-            jobs = self._sized(job_overrides, first_number, watch)
-            if self._jobs.is_dry:
-                self._describe(jobs, watch)
-            returns = _Batch(self, self._jobs, watch).run(jobs)
+            with suppress(JobStoppedError):  # a signal came while accelerators were counted
+                jobs = self._sized(job_overrides, first_number, watch)
+                if self._jobs.is_dry:
+                    self._describe(jobs, watch)
+                returns = _Batch(self, self._jobs, watch).run(jobs)
+        except BaseException:
+            self.close()
+            raise
         finally:
             if watch.received is not None:
                 self.close()
@@ -140,7 +150,7 @@ class SweepRunner:
                     ranks = self._jobs.ranks(config, watch)
             except SettingsError as error:
                 problems += [f"job #{number}: {problem}" for problem in error.problems]
-            jobs.append(_Waiting(number, overrides, ranks, config))
+            jobs.append(_Waiting(number, overrides, self._events(number), ranks, config))
         if problems:
             raise SettingsError(problems)
         return jobs
@@ -152,7 +162,7 @@ class SweepRunner:
             dry_run.show(self._jobs.describe(f"Job #{job.number}", config, watch))
         raise SystemExit(0)
 
-    def events(self, number: int) -> EventFile:
+    def _events(self, number: int) -> EventFile:
         """Return a job's events; none are written where the user wants no files of ours."""
         directory = os.path.abspath(str(self._config.hydra.sweep.dir))
         is_project = os.path.realpath(directory) == os.path.realpath(os.getcwd())
@@ -171,10 +181,10 @@ class SweepRunner:
             config.hydra.job.num = number
         return config
 
-    def finish(self, running: _Running, ended: Ended) -> JobReturn:
+    def finish(self, job: HydraJob, ended: Ended) -> JobReturn:
         """Do what comes after a job."""
         try:
-            result = running.job.finish(ended)
+            result = job.finish(ended)
         finally:
             self.log_as_sweep()
         share_settings(result, self._shared)
@@ -203,88 +213,116 @@ class _Batch:
         waits only for others of its size or larger, each of which gives back enough for it.
         """
         for job in jobs:
-            self._sweep.events(job.number).add("queued", overrides=list(job.overrides))
+            job.events.add("queued", overrides=list(job.overrides))
         waiting = sorted(jobs, key=lambda job: -job.ranks)  # in their own order where alike
-        while True:
-            waiting = [job for job in waiting if not self._start(job)]
-            if not self._running:
-                break
-            for begun, ended in self._jobs.wait(self._watch):
-                self._end(begun, ended)
+        try:
+            while True:
+                waiting = self._start_those_that_fit(waiting)
+                if not self._running:
+                    break
+                for begun, ended in self._jobs.wait(self._watch):
+                    self._go_on(begun, ended)
+        except Exception as error:
+            self._end_all(error)
+            raise
         return [self._returns[number] for number in sorted(self._returns)]
+
+    def _start_those_that_fit(self, waiting: Sequence[_Waiting]) -> list[_Waiting]:
+        """Start jobs as long as there is room, and return those that wait still."""
+        left: list[_Waiting] = []
+        for job in waiting:
+            is_like_last = left and left[-1].ranks == job.ranks  # there is no room for it either
+            if is_like_last or not self._start(job):
+                left.append(job)
+        return left
 
     def _start(self, waiting: _Waiting) -> bool:
         """Start a job if there is room for it."""
         if self._watch.received is not None:
             return False
-        number, failed = waiting.number, self._sweep.failed_fast
         share = self._lender.take(waiting.ranks)
         if share is None:
             return False
-        job = self._sweep.make(waiting)
-        events = self._sweep.events(number)
-        if failed is not None:
+        begun = self._begin(waiting, share)
+        if begun is None:
             self._lender.give_back(share)
-            never = FailFastError("not started", failed)
-            events.ended(Ended(error=never), 0)
-            self._returns[number] = job.not_begun(never)
-            return True
+        else:
+            self._go_on(begun)
+        return True
+
+    def _begin(self, waiting: _Waiting, share: Share) -> Begun | None:
+        """Do what Hydra does before a job; return None if the job ends with that."""
+        job, number = self._sweep.make(waiting), waiting.number
+        if self._sweep.failed_fast is not None:
+            self._end_before(waiting, job, FailFastError("not started", self._sweep.failed_fast))
+            return None
         log.info("\t#%d : %s", number, " ".join(filter_overrides(waiting.overrides)))
         try:
             begun = job.begin(number)
         except OSError as problem:
             error = StartError(refused(problem))
             log.error("Job #%d failed: %s", number, error)  # noqa: TRY400 - a sentence is enough
-            self._lender.give_back(share)
-            events.ended(Ended(error=error), 0)
-            self._returns[number] = job.not_begun(error)
+            self._end_before(waiting, job, error)
             self._fail_fast(f"job #{number}")
-            return True
+            return None
         self._sweep.log_as_sweep()
         facts = {"output_dir": begun.output_dir, "devices": share.devices, "cores": share.cores}
-        self._running[begun] = _Running(job, share, events, facts, time.monotonic())
-        self._try(begun)
-        return True
+        tries = Tries(begun.name)
+        self._running[begun] = _Running(job, share, waiting.events, facts, tries, time.monotonic())
+        return begun
 
-    def _try(self, begun: Begun) -> None:
+    def _end_before(self, waiting: _Waiting, job: HydraJob, error: Exception) -> None:
+        """Note a job that ends before it has begun."""
+        waiting.events.ended(Ended(error=error), 0)
+        self._returns[waiting.number] = job.not_begun(error)
+
+    def _go_on(self, begun: Begun, ended: Ended | None = None) -> None:
+        """Start a job, again if it may run again; note its end if it has come."""
         running = self._running[begun]
 
         def note(event: str, **facts: Any) -> None:
             more = running.facts if event == "started" else {}
-            running.events.add(event, retry=running.retries, **facts, **more)
+            running.events.add(event, retry=running.tries.number, **facts, **more)
 
-        ended = self._jobs.start(begun, running.share, self._watch, note)
-        if ended is not None:
-            self._end(begun, ended)
-
-    def _end(self, begun: Begun, ended: Ended) -> None:
-        running = self._running[begun]
-        if ended.error is not None and self._may_retry(begun, ended.error):
-            running.events.add("failed_try", retry=running.retries, **cause(ended))
-            running.retries += 1
-            again = f"it runs again (retry {running.retries} of {self._jobs.retries(begun)})"
-            log.warning("%s failed: %s", begun.name, again)
-            said = f"{type(ended.error).__name__}: {str(ended.error).partition(chr(10))[0]}"
-            running.tries += [*ended.restarts, f"{again}, as it failed: {said}"]
-            self._try(begun)
-            return
-        del self._running[begun]
-        self._lender.give_back(running.share)
-        running.events.ended(ended, time.monotonic() - running.started)
-        ended = replace(ended, restarts=[*running.tries, *ended.restarts])
-        self._returns[begun.number or 0] = self._sweep.finish(running, ended)
+        while ended is None or self._tries_again(begun, ended):
+            ended = self._jobs.start(begun, running.share, self._watch, note)
+            if ended is None:
+                return
+        ended = self._end(begun, ended)
+        self._returns[begun.number or 0] = self._sweep.finish(running.job, ended)
         if ended.error is not None:
             self._fail_fast(begun.name.lower())
 
-    def _may_retry(self, begun: Begun, error: BaseException) -> bool:
+    def _tries_again(self, begun: Begun, ended: Ended) -> bool:
         is_stopping = self._watch.received is not None or self._sweep.failed_fast is not None
-        if is_stopping or isinstance(error, SettingsError | JobStoppedError):
+        running = self._running[begun]
+        number = running.tries.number
+        if is_stopping or not self._jobs.tries_again(begun, running.tries, ended):
             return False
-        return self._running[begun].retries < self._jobs.retries(begun)
+        seconds = round(running.seconds, 3)
+        running.events.add("failed_try", retry=number, **cause(ended), seconds=seconds)
+        return True
+
+    def _end(self, begun: Begun, ended: Ended) -> Ended:
+        """Note the end of a job that ran; return it with what is said of its tries."""
+        running = self._running.pop(begun)
+        self._lender.give_back(running.share)
+        running.events.ended(ended, running.seconds)
+        return running.tries.all_with(ended)
 
     def _fail_fast(self, name: str) -> None:
         """Stop what runs, if a failed job is to end the sweep."""
         if self._jobs.fail_fast and self._sweep.failed_fast is None:
             self._sweep.failed_fast = name
-            for begun in self._running:
-                self._jobs.stop(begun, FailFastError("stopped", name))
+            self._stop_all(FailFastError("stopped", name))
+
+    def _stop_all(self, error: Exception) -> None:
+        for begun in self._running:
+            self._jobs.stop(begun, error)
+
+    def _end_all(self, error: Exception) -> None:
+        """End the jobs that run, where the sweep cannot go on: Hydra's part of another failed."""
+        self._stop_all(SweepEndedError(f"stopped, as the sweep ended: {type(error).__name__}"))
+        while self._running:
+            for begun, ended in self._jobs.wait(self._watch):
+                self._end(begun, ended)

@@ -19,6 +19,7 @@ class Lender:
     def __init__(
         self,
         sharing: Sharing,
+        wanted: int | str,
         accelerators: Callable[[], Accelerators],
         environ: Mapping[str, str],
     ) -> None:
@@ -26,6 +27,7 @@ class Lender:
 
         Args:
             sharing: the user's settings.
+            wanted: the sweep's own `nproc_per_node`: with `cpu` its jobs share cores.
             accelerators: tells what torch sees; asked only where that matters.
             environ: the launching process's variables.
 
@@ -43,7 +45,7 @@ class Lender:
         jobs, places = sharing.n_jobs, sharing.jobs_per_device
         if not sharing.lends:
             self._slots = Slots((), places=1, at_once=1)
-        elif accelerators().count or sharing.devices is not None:
+        elif sharing.devices is not None or (wanted != "cpu" and accelerators().count):
             self.variable = accelerators().visibility(environ)
             self._devices = accelerators().names(environ, sharing.devices)
             self._slots = Slots(self._devices, places=places, at_once=jobs)
@@ -75,10 +77,16 @@ class Lender:
                 the jobs that run at once.
 
         Raises:
-            SettingsError: `gpu`, and torch sees none.
+            SettingsError: `gpu`, and torch sees none; `cpu`, and the sweep's jobs share devices.
         """
         if isinstance(wanted, int):
             return wanted
+        if wanted == "cpu" and self._devices:
+            problem = (
+                "hydra.launcher.nproc_per_node='cpu': the jobs of this sweep share accelerators, "
+                f"one for each rank ({', '.join(self._devices)}): expected gpu, auto or a number"
+            )
+            raise SettingsError([problem])
         found = Accelerators(0, 0) if wanted == "cpu" else self._accelerators()
         if wanted == "gpu" and not found.gpus:
             problem = (
@@ -86,7 +94,7 @@ class Lender:
             )
             raise SettingsError([problem])
         jobs = self._sharing.n_jobs or 1
-        if wanted != "cpu" and self._devices:
+        if self._devices:
             places = len(self._devices) * self._sharing.jobs_per_device
             return min(len(self._devices), max(1, places // jobs))
         count = found.gpus if wanted == "gpu" else found.count

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from hydra_torchrun_launcher import dry_run, freshness, machine, preconditions
 from hydra_torchrun_launcher.config import StartMethod
@@ -32,9 +31,10 @@ from hydra_torchrun_launcher.payload import Program, Work, pack
 from hydra_torchrun_launcher.plans import Begun, Surroundings, job_plan, with_thread_limit
 from hydra_torchrun_launcher.processes import open_standard_streams
 from hydra_torchrun_launcher.servers import Pool, Server
-from hydra_torchrun_launcher.settings import Settings, check
+from hydra_torchrun_launcher.settings import Settings, read
 from hydra_torchrun_launcher.signals import SignalWatch
 from hydra_torchrun_launcher.slots import Accelerators, Share
+from hydra_torchrun_launcher.tries import Tries
 from hydra_torchrun_launcher.wire import Readable, anonymous_file, wait_readable, write_document
 
 log = logging.getLogger(__name__)
@@ -47,12 +47,12 @@ def _unnoted(_event: str, **_facts: Any) -> None:
 class JobRunner:
     """Runs the jobs of a sweep, or of a single run."""
 
-    def __init__(self, config: Any, directory: str) -> None:
+    def __init__(self, config: Any, *, is_single: bool = False) -> None:
         """Check what can be checked and start a server, which imports torch meanwhile.
 
         Args:
             config: the sweep's or the run's own config.
-            directory: the setting of Hydra's that says where it writes: sweep.dir or run.dir.
+            is_single: whether it is a run's.
 
         Raises:
             SettingsError: settings cannot work.
@@ -62,6 +62,7 @@ class JobRunner:
         preconditions.check_place()
         preconditions.check_torch()
         open_standard_streams()
+        directory = "hydra.run.dir" if is_single else "hydra.sweep.dir"
         preconditions.check_directory(directory, str(OmegaConf.select(config, directory)))
         self._lender: Lender | None = None
         self._directories: dict[str, int | None] = {}
@@ -69,7 +70,8 @@ class JobRunner:
         self._running: dict[Begun, JobRun] = {}
         self._keys = itertools.count()
         self._environ = {**os.environ, **_env_set(config)}
-        self._settings = settings = _settings(config, self._environ)
+        self._is_single = is_single
+        self._settings = settings = self._read(config, self._environ)
         self._pool = Pool(debug=settings.sharing.debug_rank is not None)
         self.signals = settings.signals
         """Names of the signals that stop the sweep."""
@@ -78,19 +80,27 @@ class JobRunner:
             preconditions.check_preload(settings.preload)
             self._server(self._environ_of_first(settings.nproc_per_node), settings)
 
+    def _read(self, config: Any, environ: Mapping[str, str]) -> Settings:
+        settings = read(config, environ)
+        return settings.of_single_run() if self._is_single else settings
+
     def _environ_of_first(self, wanted: int | str) -> dict[str, str]:
         """Return the environment of most jobs' ranks, as far as it is known without torch."""
-        share = Share()
-        if self._settings.sharing.lends and not machine.may_have_accelerators():
-            lender = Lender(self._settings.sharing, lambda: Accelerators(0, 0), self._environ)
+        share, sharing = Share(), self._settings.sharing
+        if sharing.lends and not machine.may_have_accelerators():
+            lender = Lender(sharing, wanted, lambda: Accelerators(0, 0), self._environ)
             wanted = lender.ranks(wanted)
             share = lender.take(wanted) or share
         return with_thread_limit(self._environ, wanted, share)
 
     def close(self) -> None:
         """End what still runs, and the servers."""
-        while self._running:
-            self._running.popitem()[1].close()
+        runs = list(self._running.values())
+        self._running.clear()
+        for run in runs:  # their keepers work side by side
+            run.hang_up()
+        for run in runs:
+            run.close()
         self._pool.close()
 
     def run(self, job: Begun, watch: SignalWatch) -> Ended:
@@ -99,8 +109,11 @@ class JobRunner:
             share = self.lender(watch).take(self.ranks(job.config, watch)) or Share()
         except Exception as problem:  # noqa: BLE001 - said, and the job's end
             return Ended(error=self._told(job, problem))
-        ended = self.start(job, share, watch)
-        return dict(self.wait(watch))[job] if ended is None else ended
+        tries = Tries(job.name)
+        while True:
+            ended = self.start(job, share, watch) or dict(self.wait(watch))[job]
+            if watch.received is not None or not self.tries_again(job, tries, ended):
+                return tries.all_with(ended)
 
     def start(
         self, job: Begun, share: Share, watch: SignalWatch, note: Note = _unnoted
@@ -124,12 +137,15 @@ class JobRunner:
         """Whether a failed job ends the sweep."""
         return self._settings.sharing.fail_fast
 
-    def retries(self, job: Begun) -> int:
-        """Return how often a job may run again; none if its settings cannot work."""
-        try:
-            return _settings(job.config, job.environ).retries
-        except SettingsError:  # said when it is started
-            return 0
+    def tries_again(self, job: Begun, tries: Tries, ended: Ended) -> bool:
+        """Begin another try of a job, if it has failed and its settings allow it."""
+        if not tries.may_help(ended):
+            return False
+        last = self._read(job.config, job.environ).retries
+        if tries.number >= last:
+            return False
+        tries.begin_next(ended, last)
+        return True
 
     @property
     def is_dry(self) -> bool:
@@ -148,14 +164,15 @@ class JobRunner:
             SettingsError: its settings cannot work.
         """
         environ = {**os.environ, **_env_set(config)}
-        settings = _settings(config, environ).given_terminal()
+        settings = self._read(config, environ).given_terminal()
         ranks, lender = self._ranks(settings, watch), self.lender(watch)
         share = lender.take(ranks)
         later = share is None
         if share is None:  # it waits for one before it
             share = lender.typical(ranks)
         there = self._with_share(environ, ranks, share)
-        variables = {k: v for k, v in there.items() if os.environ.get(k) != v}
+        lent = lender.variable if share.devices else ""
+        variables = {k: v for k, v in there.items() if k == lent or os.environ.get(k) != v}
         if later and share.devices:
             variables[lender.variable] = f"<{ranks} of {lender.names}, when they are free>"
         cores = share.cores and f"cores {', '.join(map(str, share.cores))}{' or others' * later}"
@@ -187,6 +204,8 @@ class JobRunner:
         runs = list(self._running.values())
         for run in runs:
             run.pass_on(watch)
+        has_terminal = self._settings.sharing.debug_rank is not None
+        watch.interrupts_are_a_ranks = has_terminal and any(run.has_ranks for run in runs)
         servers = {run.server.pid: run.server for run in runs}.values()
         sources: list[Readable] = [watch, *runs, *(server.channel for server in servers)]
         waits = [run.wait_s for run in runs]
@@ -228,9 +247,8 @@ class JobRunner:
         return error
 
     def _start(self, job: Begun, share: Share, watch: SignalWatch, note: Note) -> JobRun:
-        settings = _settings(job.config, job.environ).given_terminal()
+        settings = self._read(job.config, job.environ).given_terminal()
         nproc = self._ranks(settings, watch)
-        watch.interrupts_are_a_ranks = settings.sharing.debug_rank is not None
         lender = self.lender(watch)
         for problem in [*settings.ranks_beyond(nproc), *machine.too_many_ranks(nproc, job.environ)]:
             self._warn_once(problem, "%s: %s", job.name, problem)
@@ -287,7 +305,8 @@ class JobRunner:
         """
         if self._lender is None:
             look = functools.cache(lambda: self._look(watch))
-            self._lender = Lender(self._settings.sharing, look, self._environ)
+            settings = self._settings
+            self._lender = Lender(settings.sharing, settings.nproc_per_node, look, self._environ)
         return self._lender
 
     def ranks(self, config: Any, watch: SignalWatch) -> int:
@@ -300,7 +319,7 @@ class JobRunner:
         Raises:
             SettingsError: its settings cannot work.
         """
-        settings = _settings(config, {**os.environ, **_env_set(config)})
+        settings = self._read(config, {**os.environ, **_env_set(config)})
         return self._ranks(settings, watch)
 
     def _ranks(self, settings: Settings, watch: SignalWatch) -> int:
@@ -339,14 +358,6 @@ def _rank_files(job: Begun, settings: Settings) -> str | None:
     if job.leaves_no_files:
         return None
     return os.path.abspath(os.path.join(job.output_dir, "ranks", job.work.label))
-
-
-def _settings(config: Any, environ: Mapping[str, str]) -> Settings:
-    try:
-        raw = OmegaConf.to_container(config.hydra.launcher, resolve=True)
-    except OmegaConfBaseException as error:  # a variable that is no number, an unknown resolver
-        raise SettingsError([f"hydra.launcher: {str(error).splitlines()[0]}"]) from None
-    return check(raw, environ)  # type: ignore[arg-type]
 
 
 def _env_set(config: Any) -> dict[str, str]:

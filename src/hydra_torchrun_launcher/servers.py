@@ -207,6 +207,8 @@ class Server:
         while not self.dead and not deadline.passed:
             sources: list[Readable] = [watch, self.channel]
             ready = wait_readable(sources, deadline.remaining_s)
+            if watch in ready:
+                watch.drain()
             if watch.received is not None:
                 self.close()
                 raise JobStoppedError(watch.received)

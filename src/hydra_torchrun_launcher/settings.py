@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from hydra_torchrun_launcher.config import StartMethod, TorchrunConf
 from hydra_torchrun_launcher.errors import SettingsError
 from hydra_torchrun_launcher.rules import RULES
@@ -87,6 +90,10 @@ class Settings:
         signals = tuple(name for name in self.signals if name != "SIGINT")  # the rank's own
         return dataclasses.replace(self, **files, signals=signals, timeout_s=None)  # type: ignore[arg-type]
 
+    def of_single_run(self) -> Settings:
+        """Return the settings of a job that shares the machine with no other."""
+        return dataclasses.replace(self, sharing=dataclasses.replace(self.sharing, n_jobs=1))
+
     def ranks_beyond(self, nproc: int) -> list[str]:
         """Say which settings name a local rank that a job of `nproc` ranks per node has not."""
         named = {
@@ -99,6 +106,15 @@ class Settings:
             for name, ranks in named.items()
             if max(ranks, default=0) >= nproc
         ]
+
+
+def read(config: Any, environ: Mapping[str, str]) -> Settings:
+    """Return the settings in a composed config, as `check` does."""
+    try:
+        raw = OmegaConf.to_container(config.hydra.launcher, resolve=True)
+    except OmegaConfBaseException as error:  # a variable that is no number, an unknown resolver
+        raise SettingsError([f"hydra.launcher: {str(error).splitlines()[0]}"]) from None
+    return check(raw, environ)  # type: ignore[arg-type]
 
 
 def check(raw: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:

@@ -44,11 +44,10 @@ class SingleRun:
         HydraConfig.instance().set_config(config)  # the directory's name may ask for it
         try:
             payload.evaluate_cached_resolvers(config)
-            self._jobs = JobRunner(config, "hydra.run.dir")
+            self._jobs = JobRunner(config, is_single=True)
             if self._jobs.is_dry:
-                with closing(SignalWatch(())) as watch:
+                with closing(self._jobs), closing(SignalWatch(self._jobs.signals)) as watch:
                     dry_run.show(self._jobs.describe("Job", config, watch))
-                self._jobs.close()
                 raise SystemExit(0)
         finally:
             HydraConfig.instance().cfg = before
