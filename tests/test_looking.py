@@ -19,6 +19,8 @@ import pytest
 from conftest import APPS, HANG_S, Sweep
 from running import read_records
 
+from hydra_torchrun_launcher.stacks import where
+
 Start = Callable[..., Sweep]
 pytestmark = pytest.mark.hydra_versions
 TELL_TALE = """
@@ -84,6 +86,21 @@ def test_dry_run_says_what_ranks_get(start: Start, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_dry_run_names_the_config_and_lent_devices(sweep: Start, tmp_path: Path) -> None:
+    """The command has Hydra's flags, and devices are named also where all are lent."""
+    (tmp_path / "pooled.yaml").write_text((APPS / "pooled.yaml").read_text())
+    run = sweep(
+        "pooled.py", "hydra.launcher.n_jobs=auto", "hydra.launcher.dry_run=true",
+        "hydra.launcher.devices=[3,4]", flags=(f"--config-dir={tmp_path}", "-cn", "pooled", "-m"),
+        environ={"CUDA_VISIBLE_DEVICES": "3,4", "RANK_RECORDS": str(tmp_path)},
+    ).wait()  # fmt: skip
+    assert run.status == 0, run.output
+    assert f"pooled.py --config-name=pooled --config-dir={tmp_path}\n" in run.output
+    (line,) = [line for line in run.output.splitlines() if "  sets: " in line]
+    assert sets(line)["CUDA_VISIBLE_DEVICES"] == "3,4"
+    assert "Jobs: 1, and none was started" in run.output
+
+
 def test_dry_run_of_a_single_run(sweep: Start, tmp_path: Path) -> None:
     """A single run has one job to tell about, and makes no directory."""
     run = sweep("faults.py", "hydra.launcher.dry_run=true", single=True).wait()
@@ -135,6 +152,12 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.fd, text.encode())
 
+    def await_quiet(self) -> None:
+        """Wait until it waits itself."""
+        before = None
+        while before != (before := psutil.Process(self.pid).cpu_times()):
+            time.sleep(0.3)
+
     def wait(self) -> int:
         """Return its status."""
         self.await_end()
@@ -166,6 +189,45 @@ def on_terminal(tmp_path: Path) -> Iterator[OnTerminal]:
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(terminal.pid, signal.SIGKILL)
             os.waitpid(terminal.pid, 0)
+
+
+def test_interrupt_before_the_debugged_rank_is_there(
+    on_terminal: OnTerminal, tmp_path: Path
+) -> None:
+    """Until a rank has the terminal, Ctrl-C ends the app."""
+    (tmp_path / "never_ready.py").write_text("import time\nopen('asked', 'w')\ntime.sleep(100)\n")
+    terminal = on_terminal([
+        "/usr/bin/env", f"PYTHONPATH={tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        sys.executable, str(APPS / "debugged.py"), "-m", "hydra/launcher=torchrun",
+        "hydra.launcher.debug_rank=0", "hydra.launcher.preload=[never_ready]",
+        "hydra.launcher.nproc_per_node=1",
+        f"hydra.sweep.dir={tmp_path / 'sweep'}",
+    ])  # fmt: skip
+    terminal.await_text("#0 :")
+    terminal.await_quiet()
+    terminal.type("\x03")
+    assert terminal.wait() == -signal.SIGINT, terminal.everything
+    assert "stopping on SIGINT" not in terminal.shown
+
+
+@pytest.mark.parametrize(
+    ("dump", "said"),
+    [
+        (
+            'Thread 1 (most recent call first):\n  File "/a/b.py", line 1 in f\n...\n',
+            "a main thread that is not shown: there are too many threads",
+        ),
+        (
+            """Current thread 1 (most recent call first):
+  File "/usr/lib/python3/dist-packages/x/y.py", line 3 in g
+  File "/home/me/train.py", line 7 in main""",
+            "/usr/lib/python3/dist-packages/x/y.py:3 in g, called from /home/me/train.py:7 in main",
+        ),
+    ],
+)
+def test_where_a_rank_stands(dump: str, said: str) -> None:
+    """Installed packages are nobody's own code; what is cut off is not guessed at."""
+    assert where(dump) == said
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])

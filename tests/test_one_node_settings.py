@@ -186,11 +186,34 @@ def test_more_ranks_than_gpus(tmp_path: Path) -> None:
     assert "nproc_per_node=100000: this process may use" in problem
 
 
-def test_cores(tmp_path: Path) -> None:
-    """A cgroup's quota counts as well as the affinity."""
-    quota = tmp_path / "sys/fs/cgroup/cpu.max"
-    quota.parent.mkdir(parents=True)
-    quota.write_text("100000 100000\n")
-    assert cpu_cores(tmp_path) == 1
-    quota.write_text("max 100000\n")
-    assert cpu_cores(tmp_path) == len(os.sched_getaffinity(0))
+@pytest.mark.parametrize(
+    ("group", "limited"),
+    [
+        ("", "."),  # a container's own
+        ("0::/a.slice/job.scope", "a.slice/job.scope"),
+        ("12:pids:/x\n0::/a.slice/job.scope", "a.slice"),  # the one above limits it too
+        ("4:cpu,cpuacct:/docker/f00", "cpu,cpuacct/docker/f00"),
+        ("4:cpu,cpuacct:/docker/f00", "cpu,cpuacct"),  # within the container it is the root
+        ("", "cpu"),
+    ],
+)
+def test_cores(tmp_path: Path, group: str, limited: str) -> None:
+    """A cgroup's quota counts as well as the affinity, wherever it is set."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"{group}\n")
+    folder = tmp_path / "sys/fs/cgroup" / limited
+    folder.mkdir(parents=True)
+    everything = len(os.sched_getaffinity(0))
+    assert cpu_cores(tmp_path) == everything
+
+    def limit(quota: str, period: str) -> int:
+        if limited.startswith("cpu"):
+            (folder / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+            (folder / "cpu.cfs_period_us").write_text(f"{period}\n")
+        else:
+            (folder / "cpu.max").write_text(f"{quota} {period}\n")
+        return cpu_cores(tmp_path)
+
+    assert limit("100000", "100000") == 1
+    assert limit("50000", "100000") == 1
+    assert limit("-1" if limited.startswith("cpu") else "max", "100000") == everything

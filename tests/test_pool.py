@@ -11,14 +11,20 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from conftest import APPS, Sweep, send
+from conftest import APPS, Sweep, processes_with, send
 from running import read_records
 
+from hydra_torchrun_launcher.errors import SettingsError
+from hydra_torchrun_launcher.lending import Lender
 from hydra_torchrun_launcher.machine import cpu_cores
+from hydra_torchrun_launcher.settings import Sharing
+from hydra_torchrun_launcher.slots import Accelerators
 
 Start = Callable[..., Sweep]
 pytestmark = pytest.mark.hydra_versions
@@ -250,6 +256,144 @@ def test_fail_fast(start: Start, ranks: Any) -> None:
     assert [rank["job"] for rank in ranks()] == [0]
     assert "Job #1: stopped, because job #2 failed (hydra.launcher.fail_fast)" in run.output
     assert run.seconds < 50
+
+
+def test_retries_of_a_single_run(sweep: Start, start: Start, ranks: Any, tmp_path: Path) -> None:
+    """It runs again as a sweep's job does, on the same device."""
+    run = sweep(
+        "pooled.py", "hydra.launcher.retries=2", "fails=true", "fail_until=2", "n=0",
+        "hydra.launcher.devices=[GPU-a]", single=True, nproc=1,
+        environ={"RANK_RECORDS": str(tmp_path / "records")},
+    ).wait()  # fmt: skip
+    assert run.status == 0, run.output
+    assert [rank["attempts"] for rank in ranks()] == [2]
+    assert devices(ranks()[0]) == {"GPU-a"}
+    assert "Job failed: it runs again (retry 2 of 2)" in run.output
+    log = (run.directory / "0/pooled.log").read_text()
+    assert "it runs again (retry 1 of 2), as it failed: ValueError: job 0 was asked to fail" in log
+
+
+def test_single_run_has_the_whole_machine(
+    sweep: Start, start: Start, ranks: Any, tmp_path: Path
+) -> None:
+    """How many jobs of a sweep may run at once does not matter to it."""
+    run = sweep(
+        "pooled.py", "hydra.launcher.n_jobs=auto", "n=0", single=True, nproc=1,
+        environ={"RANK_RECORDS": str(tmp_path / "records")},
+    ).wait()  # fmt: skip
+    assert run.status == 0, run.output
+    assert len(ranks()[0]["cores"]) == len(os.sched_getaffinity(0))
+
+
+def test_retries_in_vain(sweep: Start) -> None:
+    """What cannot be sent once cannot be sent the next time."""
+    code = "import hydra\nclass Held:\n    def __reduce__(self): raise TypeError('no')\n"
+    code += "held = Held()\n"
+    code += "def run():\n    def main(cfg, held=held): pass\n"
+    code += "    hydra.main(version_base='1.3', config_path=None)(main)()\nrun()\n"
+    run = sweep("", "hydra.launcher.retries=2", code=code).wait()
+    assert run.status == 1
+    assert "cannot be sent to the ranks" in run.output
+    assert "runs again" not in run.output
+
+
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+def test_sweep_that_cannot_go_on(start: Start, ranks: Any, method: str) -> None:
+    """Where Hydra's part of a job fails, as Hydra does the sweep ends: what runs ends with it."""
+    run = start(
+        "hydra.launcher.n_jobs=2", "hydra.launcher.devices=[0,1]", "+holds={0:90,1:0}", "n=0,1,2",
+        "hydra.job_logging.root.level=${level}", "+levels={n1:NONSENSE}",
+        f"hydra.launcher.start_method={method}",
+    )  # fmt: skip
+    run.wait()
+    assert run.status == 1
+    assert "NONSENSE" in run.output or "Unable to configure" in run.output, run.output
+    assert run.seconds < 60
+    assert ranks() == []
+    last = json.loads((run.directory / ".torchrun/0.jsonl").read_text().splitlines()[-1])
+    assert (last["event"], last["error"]) == ("stopped", "SweepEndedError")
+    assert last["message"] == "stopped, as the sweep ended: ValueError"
+
+
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+def test_callback_that_leaves(start: Start, method: str) -> None:
+    """Whatever ends the app within a sweep, no rank outlives it."""
+    run = start(
+        "hydra.launcher.n_jobs=2", "hydra.launcher.devices=[0,1,2,3]", "n=0,1", "stubborn=60",
+        "+hydra.callbacks.leave._target_=leaving_callback.Leave", "hold=60",
+        "hydra.launcher.shutdown_timeout=4", f"hydra.launcher.start_method={method}", nproc=2,
+    )  # fmt: skip
+    run.wait()
+    assert processes_with(run.marker) == []
+    assert run.status == 3, run.output
+
+
+ACCELERATORS = """
+import hydra_torchrun_launcher.machine
+hydra_torchrun_launcher.machine.may_have_accelerators = lambda: True
+"""
+"""What an interpreter runs first that believes in a GPU, whom only torch can tell otherwise."""
+
+
+def test_signal_while_devices_are_counted(sweep: Start, start: Start, tmp_path: Path) -> None:
+    """A signal that comes while torch is asked ends the app as it would later."""
+    (tmp_path / "sitecustomize.py").write_text(ACCELERATORS)
+    (tmp_path / "never_ready.py").write_text(
+        "import os, time\nopen(os.environ['RANK_RECORDS'] + '/asked', 'w')\ntime.sleep(100)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    run = sweep(
+        "pooled.py", "hydra.launcher.n_jobs=auto", "hydra.launcher.preload=[never_ready]",
+        "n=0,1", environ={"RANK_RECORDS": str(tmp_path / "records"), "PYTHONPATH": path},
+    )  # fmt: skip
+    run.await_text("Launching 2 jobs")
+    run.await_file("../records/asked")
+    send(run.popen, signal.SIGTERM)
+    assert run.wait().status == -signal.SIGTERM, run.output
+    assert "Traceback" not in run.output
+    assert "Error" not in run.output
+
+
+def sharing(**changes: Any) -> Sharing:
+    usual = Sharing(
+        n_jobs=2, devices=None, jobs_per_device=1, fail_fast=False, dry_run=False, debug_rank=None
+    )
+    return replace(usual, **changes)
+
+
+def test_jobs_on_cores_beside_accelerators() -> None:
+    """With nproc_per_node=cpu jobs share cores, whatever accelerators there are."""
+    lender = Lender(sharing(), "cpu", lambda: Accelerators(8, 8), {})
+    ranks = lender.ranks("cpu")
+    assert lender.problem(ranks) is None
+    share = lender.take(ranks)
+    assert share is not None
+    assert share.devices is None
+    assert share.cores is not None
+    assert len(share.cores) == max(1, cpu_cores() // 2)
+
+
+def test_cpu_among_jobs_that_share_accelerators() -> None:
+    """It is refused with what would do."""
+    lender = Lender(sharing(devices=("0", "1")), "cpu", lambda: Accelerators(8, 8), {})
+    with pytest.raises(SettingsError, match=r"share accelerators.*\(0, 1\): expected gpu"):
+        lender.ranks("cpu")
+
+
+def test_lost_word_of_a_job(start: Start, tmp_path: Path) -> None:
+    """A job whose end cannot be heard is over only when its ranks are."""
+    run = start("n=0", "fails=true", "hold=2", "stubborn=60", "hydra.launcher.shutdown_timeout=5",
+                nproc=2)  # fmt: skip
+    run.await_file("../records/try.0.0")
+    process = psutil.Process(run.popen.pid)
+    process.rlimit(
+        psutil.RLIMIT_NOFILE, (process.num_fds(), process.rlimit(psutil.RLIMIT_NOFILE)[1])
+    )
+    run.wait()
+    assert run.status == 1
+    assert "raise the limit of open files" in run.output
+    last = json.loads((run.directory / ".torchrun/0.jsonl").read_text().splitlines()[-1])
+    assert last["seconds"] > 2 + 5
 
 
 @pytest.mark.parametrize("limit", ["fail_fast=true", "timeout_s=12"])

@@ -4,6 +4,7 @@ nearest (runs in the launching process).
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -78,9 +79,19 @@ def _command(hydra: Any, overrides: Sequence[str], ranks: int, variables: Mappin
     program = Program.of_this_process()
     script = ["-m", program.main_module] if program.main_module else [program.main_path or "APP"]
     own = [o for o in hydra.overrides.hydra if not o.lstrip("+~").startswith(_NOT_THE_TASKS)]
-    words = [*options, *script, *overrides, *own]
+    words = [*options, *script, *_where_config_is(sys.argv[1:]), *overrides, *own]
     env = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     return " ".join([*env, "torchrun", *map(shlex.quote, words)])
+
+
+def _where_config_is(arguments: Sequence[str]) -> list[str]:
+    """Return what the command line says of that, by Hydra's flags."""
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    names = ("config-path", "config-name", "config-dir")
+    for name, short in zip(names, ("-cp", "-cn", "-cd"), strict=True):
+        parser.add_argument(f"--{name}", short)
+    given = vars(parser.parse_known_args(arguments)[0]).values()
+    return [f"--{name}={value}" for name, value in zip(names, given, strict=True) if value]
 
 
 def show(text: str) -> None:

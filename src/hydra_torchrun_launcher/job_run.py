@@ -184,7 +184,7 @@ class JobRun:
         while self._signals_sent < min(watch.count, 2) and self._job.fileno() >= 0:
             self._signals_sent += 1
             self._stopped_by = watch.received
-            if not self._server.ready:
+            if not self._server.is_ready():
                 self._give_server_up(watch.received or 0)
             elif self._signals_sent == 1:
                 name = signal_name(watch.received or 0)
@@ -199,7 +199,7 @@ class JobRun:
         if not self._is_decided:
             self._ended_for = error
             log.warning("%s: %s", self._name, error)
-            if self._server.ready:
+            if self._server.is_ready():
                 self._ask_to_leave(signal.SIGTERM)
             else:
                 self._give_server_up(signal.SIGTERM)

@@ -160,6 +160,10 @@ class SweepRunner:
         for job in jobs:
             config = job.config or self._compose(job.number, job.overrides)
             dry_run.show(self._jobs.describe(f"Job #{job.number}", config, watch))
+        dry_run.show(
+            f"Jobs: {len(jobs)}, and none was started (hydra.launcher.dry_run). A sweeper that "
+            "proposes jobs in batches would go on from their values"
+        )
         raise SystemExit(0)
 
     def _events(self, number: int) -> EventFile:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 _RANKS_PER_CORE = 8
@@ -22,11 +23,37 @@ def cpu_cores(root: Path = Path("/")) -> int:
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
+    quotas = [quota // period for quota, period in _quotas(root) if quota > 0 and period > 0]
+    return max(1, min([cores, *quotas]))
+
+
+def _quotas(root: Path) -> Iterator[tuple[int, int]]:
+    """Yield quota and period of this process's cgroups, for both versions of cgroups.
+
+    A container often sees its own cgroup where the host has the root of all; and those above a
+    cgroup limit it too.
+    """
     try:
-        quota, period = (root / "sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+        groups = (
+            (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
+        )
+    except OSError:
+        groups = []
+    for group in [*groups, "0::/", "1:cpu:/"]:
+        number, controllers, path = group.split(":", 2)
+        is_second = number == "0" and not controllers
+        if not is_second and "cpu" not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / ("" if is_second else controllers)
+        here = mount / path.strip("/")
+        for folder in [here, *here.parents]:
+            if not folder.is_relative_to(mount):
+                break
+            names = ("cpu.max",) if is_second else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            with suppress(OSError, ValueError):  # no limit: max, -1 or no such file
+                texts = [(folder / name).read_text(encoding="ascii") for name in names]
+                quota, period = " ".join(texts).split()
+                yield int(quota), int(period)
 
 
 def core_numbers() -> tuple[int, ...]:

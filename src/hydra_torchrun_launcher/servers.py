@@ -176,6 +176,13 @@ class Server:
             self.listeners[message["job"]](message)
         return message
 
+    def is_ready(self) -> bool:
+        """Tell whether it has started, by all it has said so far."""
+        with suppress(StartError):  # it cannot: it is dead now
+            while not self.ready and not self.dead and wait_readable([self.channel], 0):
+                self.hear()
+        return self.ready
+
     @property
     def start_s_left(self) -> float | None:
         """Seconds that the server's start may still take; None once it has started."""
@@ -228,9 +235,10 @@ class Server:
         """
         if self._owner != os.getpid():
             return
+        is_ready = self.is_ready()
         self.dead = True
         self.channel.hang_up()
-        if not self.ready:
+        if not is_ready:
             processes.kill(self.pid, signal.SIGKILL)  # it is importing and has started nothing
         left = False
         try:

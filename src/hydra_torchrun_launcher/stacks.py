@@ -35,6 +35,8 @@ def dump_to(file: Fd) -> None:
 
 def where(dump: str) -> str:
     """Return in a phrase where the main thread stands: its innermost frame, and the app's."""
+    if dump.rstrip().endswith("\n..."):  # faulthandler stops at a hundred, and this one is the last
+        return "a main thread that is not shown: there are too many threads"
     main_thread = re.split(r"^(?:Current thread|Thread) .*:$", dump, flags=re.MULTILINE)[-1]
     frames = [match.groups() for match in map(_FRAME.fullmatch, main_thread.splitlines()) if match]
     if not frames:
@@ -45,4 +47,5 @@ def where(dump: str) -> str:
 
 
 def _is_users(file: str) -> bool:
-    return not file.startswith((*_LIBRARIES, _OURS, "<"))
+    is_installed = {"site-packages", "dist-packages"} & set(file.split(os.sep))
+    return not is_installed and not file.startswith((*_LIBRARIES, _OURS, "<"))

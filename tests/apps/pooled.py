@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import hydra
+import either
 import rank_records
 from hydra.core.hydra_config import HydraConfig
 
@@ -17,10 +17,10 @@ FOLDER = Path(os.environ["RANK_RECORDS"])
 VISIBILITY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
-@hydra.main(version_base="1.3", config_path=".", config_name="pooled")
+@either.main(version_base="1.3", config_path=".", config_name="pooled")
 def main(cfg: Any) -> Any:
     started, clock = time.monotonic(), time.time()
-    job = HydraConfig.get().job.num
+    job = either.job_number(HydraConfig.get())
     attempts = len(list(FOLDER.glob(f"try.{job}.*")))
     if os.environ["RANK"] == "0":
         (FOLDER / f"try.{job}.{attempts}").touch()
