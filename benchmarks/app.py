@@ -24,7 +24,7 @@ def main(cfg: DictConfig) -> float:
     total = torch.ones(1)
     dist.all_reduce(total)
     dist.destroy_process_group()
-    time.sleep(cfg.get("hold_s", 0))
+    time.sleep(cfg.get("hold_s", 0))  # the work of a longer job
     return total.item()
 
 

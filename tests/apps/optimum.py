@@ -15,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 @hydra.main(version_base="1.3", config_path="conf", config_name="optimum")
 def main(cfg: Any) -> float:
     started, job = time.monotonic(), HydraConfig.get().job.num
-    # Jobs end in another order than they start in.
+    # The work that a job takes: by their length, jobs end in another order than they start in.
     time.sleep(cfg.hold * (3 - job % 3))
     line = {"job": job, "x": cfg.x, "started": started, "ended": time.monotonic()}
     if os.environ.get("RANK", "0") == "0":
