@@ -323,6 +323,15 @@ def test_configs_of_another_structure(start: Start, tmp_path: Path) -> None:
     assert read_records(tmp_path / "records") == []
 
 
+def test_resolver_whose_value_is_no_data(start: Start, tmp_path: Path) -> None:
+    """It is named, once, and no rank runs the task."""
+    run = start(srun(2), "+x=${no_data:}").wait()
+    assert run.status == 1
+    said = "The resolver 'no_data', whose values ranks share (use_cache=True), has one that cannot "
+    assert run.output.count(f"{said}be sent to the other ranks: type builtins.object is no") == 1
+    assert read_records(tmp_path / "records") == []
+
+
 @pytest.mark.parametrize("starter", [torchrun(2), srun(2)], ids=["torchrun", "srun"])
 def test_rank_0_that_is_stopped(start: Start, starter: str) -> None:
     """A stopped rank 0 is waited for no longer than the limit, and the wait can be interrupted."""

@@ -26,7 +26,7 @@ from hydra.types import RunMode, TaskFunction
 from omegaconf import OmegaConf, open_dict, read_write
 
 from hydra_torchrun_launcher import guard, overlay, payload, rank_logging, recording, tagged
-from hydra_torchrun_launcher.errors import LauncherError, StartError, printable
+from hydra_torchrun_launcher.errors import LauncherError, StartError, TransportError, printable
 from hydra_torchrun_launcher.hydra_job import hydra_logs_failures, log_to_files
 from hydra_torchrun_launcher.launched import MARK, Place
 from hydra_torchrun_launcher.meeting import Meeting, meet
@@ -144,7 +144,7 @@ class _Leader(_Rank):
             _set_cache(each, cache)
         for each in configs:
             payload.evaluate_cached_resolvers(each)
-        caches = [OmegaConf.get_cache(each) for each in configs]
+        caches = [_shared_values(each) for each in configs]
         job = tagged.dumps({
             "config": overlay.raw(config),
             "hydra": overlay.raw(hydra),
@@ -277,6 +277,25 @@ def _status(error: BaseException | None) -> int | None:
 def _set_cache(config: Any, cache: dict[str, Any]) -> None:
     # OmegaConf adds what is not there yet, by resolver.
     OmegaConf.set_cache(config, defaultdict(dict, cache))
+
+
+def _shared_values(config: Any) -> dict[str, Any]:
+    """Return what resolvers with use_cache=True have given for a config, by their names.
+
+    Raises:
+        TransportError: one has given what is no data.
+    """
+    cache: dict[str, Any] = OmegaConf.get_cache(config)
+    for name, values in cache.items():
+        try:
+            tagged.dumps(values)
+        except TransportError as error:
+            problem = (
+                f"The resolver {name!r}, whose values ranks share (use_cache=True), has one that "
+                f"cannot be sent to the other ranks: {str(error).rpartition(': ')[2]}"
+            )
+            raise TransportError(problem) from None
+    return cache
 
 
 def _shared_variables(env_set: dict[str, Any]) -> dict[str, str]:

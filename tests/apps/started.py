@@ -66,6 +66,7 @@ ConfigStore.instance().store(name="size", group="size", node=Size)
 MORE = json.loads(os.environ.get("MORE", "{}"))
 ConfigStore.instance().store(name="more", group="more", node=MORE)
 OmegaConf.register_new_resolver("cached_in_script", random.random, use_cache=True)
+OmegaConf.register_new_resolver("no_data", object, use_cache=True)
 OmegaConf.register_new_resolver("dangerous", dangerous)
 OmegaConf.register_new_resolver("stopping", stopping)
 LARGE = {"text": "x" * int(os.environ.get("LARGE", "0"))}
