@@ -22,7 +22,6 @@ from running import read_records
 from hydra_torchrun_launcher.stacks import where
 
 Start = Callable[..., Sweep]
-pytestmark = pytest.mark.hydra_versions
 TELL_TALE = """
 import os, sys
 def note(event, _arguments):
@@ -51,6 +50,7 @@ def sets(line: str) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
+@pytest.mark.hydra_versions
 def test_dry_run_says_what_ranks_get(start: Start, tmp_path: Path) -> None:
     """It names the variables that ranks then have, no others; nothing is started."""
     settings = ("n=1,2", "hydra.launcher.n_jobs=auto", "hydra.launcher.devices=[5,GPU-x]",
@@ -86,6 +86,7 @@ def test_dry_run_says_what_ranks_get(start: Start, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.hydra_versions
 def test_dry_run_names_the_config_and_lent_devices(sweep: Start, tmp_path: Path) -> None:
     """The command has Hydra's flags, and devices are named also where all are lent."""
     (tmp_path / "pooled.yaml").write_text((APPS / "pooled.yaml").read_text())
@@ -101,6 +102,7 @@ def test_dry_run_names_the_config_and_lent_devices(sweep: Start, tmp_path: Path)
     assert "Jobs: 1, and none was started" in run.output
 
 
+@pytest.mark.hydra_versions
 def test_dry_run_of_a_single_run(sweep: Start, tmp_path: Path) -> None:
     """A single run has one job to tell about, and makes no directory."""
     run = sweep("faults.py", "hydra.launcher.dry_run=true", single=True).wait()

@@ -27,7 +27,6 @@ from hydra_torchrun_launcher.settings import Sharing
 from hydra_torchrun_launcher.slots import Accelerators
 
 Start = Callable[..., Sweep]
-pytestmark = pytest.mark.hydra_versions
 
 
 @pytest.fixture
@@ -108,6 +107,7 @@ def test_devices_without_jobs_at_once(start: Start, ranks: Any) -> None:
     assert most_at_once(ranks()) == 1
 
 
+@pytest.mark.hydra_versions
 def test_jobs_of_different_sizes(start: Start, ranks: Any) -> None:
     """The largest go first, smaller ones fill what is left, and no device idles meanwhile."""
     run = start("hydra.launcher.n_jobs=auto", "hydra.launcher.devices=[0,1,2,3]",
@@ -125,6 +125,7 @@ def test_jobs_of_different_sizes(start: Start, ranks: Any) -> None:
     assert any(len(devices(one) | devices(other)) == 4 for one, other in together(found))
 
 
+@pytest.mark.hydra_versions
 def test_job_that_never_fits(start: Start, ranks: Any) -> None:
     """It is refused before the sweep starts, with the arithmetic."""
     run = start("hydra.launcher.n_jobs=2", "hydra.launcher.devices=[0,1]",
@@ -137,6 +138,7 @@ def test_job_that_never_fits(start: Start, ranks: Any) -> None:
     assert not (run.directory / "0").exists()
 
 
+@pytest.mark.hydra_versions
 def test_settings_of_the_sweep_that_differ(start: Start, ranks: Any) -> None:
     """What is one for the whole sweep cannot be another for a job."""
     run = start("hydra.launcher.n_jobs=${n}", "n=2,3").wait()
@@ -216,6 +218,7 @@ def test_output_in_pieces(tmp_path: Path, kind: str) -> None:
         assert found[1] == found[2]
 
 
+@pytest.mark.hydra_versions
 def test_values_in_order(sweep: Start) -> None:
     """JobReturns are in the order of the jobs, whatever order they end in."""
     run = sweep(
@@ -226,6 +229,7 @@ def test_values_in_order(sweep: Start) -> None:
     assert len(run.jobs()) == 3
 
 
+@pytest.mark.hydra_versions
 def test_retries(start: Start, ranks: Any) -> None:
     """A job that failed runs again in new processes, and each try has its files."""
     run = start("hydra.launcher.retries=2", "fails=true", "fail_until=2").wait()
@@ -246,6 +250,7 @@ def test_retries_that_do_not_help(start: Start, ranks: Any) -> None:
     assert ranks() == []
 
 
+@pytest.mark.hydra_versions
 def test_fail_fast(start: Start, ranks: Any) -> None:
     """The first failure stops what runs, starts nothing more, and keeps what has completed."""
     run = start("hydra.launcher.n_jobs=3", "hydra.launcher.devices=[0,1,2]",
@@ -258,6 +263,7 @@ def test_fail_fast(start: Start, ranks: Any) -> None:
     assert run.seconds < 50
 
 
+@pytest.mark.hydra_versions
 def test_retries_of_a_single_run(sweep: Start, start: Start, ranks: Any, tmp_path: Path) -> None:
     """It runs again as a sweep's job does, on the same device."""
     run = sweep(
@@ -297,6 +303,7 @@ def test_retries_in_vain(sweep: Start) -> None:
     assert "runs again" not in run.output
 
 
+@pytest.mark.hydra_versions
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_sweep_that_cannot_go_on(start: Start, ranks: Any, method: str) -> None:
     """Where Hydra's part of a job fails, as Hydra does the sweep ends: what runs ends with it."""
@@ -315,6 +322,7 @@ def test_sweep_that_cannot_go_on(start: Start, ranks: Any, method: str) -> None:
     assert last["message"] == "stopped, as the sweep ended: ValueError"
 
 
+@pytest.mark.hydra_versions
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_callback_that_leaves(start: Start, method: str) -> None:
     """Whatever ends the app within a sweep, no rank outlives it."""
@@ -442,6 +450,7 @@ def test_time_limit_of_a_rank_that_is_stopped(start: Start) -> None:
     assert "rank 1: unknown: its process is stopped" in run.output, run.output
 
 
+@pytest.mark.hydra_versions
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_signal_stops_all(start: Start, ranks: Any, signum: int) -> None:
     """A signal stops every job that runs, and the sweep."""
