@@ -262,6 +262,7 @@ def test_second_signal_kills(sweep: Run) -> None:
     run.await_text("stopping on SIGINT")
     send(run.popen, signal.SIGINT)
     assert run.wait().status == -signal.SIGINT, run.output
+    assert "its keeper does not answer" not in run.output
 
 
 def test_stubborn_ranks_are_killed(sweep: Run) -> None:

@@ -25,7 +25,7 @@ from hydra_torchrun_launcher.tries import Tries
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Waiting:
     """A job that has not started."""
 

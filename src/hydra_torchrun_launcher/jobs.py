@@ -138,7 +138,8 @@ class SweepRunner:
 
     def make(self, waiting: Waiting) -> HydraJob:
         """Compose a job, if it is not yet."""
-        config = waiting.config or self._compose(waiting.number, waiting.overrides)
+        config, waiting.config = waiting.config, None  # a job that is over keeps none here
+        config = config or self._compose(waiting.number, waiting.overrides)
         return HydraJob(self._context, self._task_function, config)
 
     def _compose(self, number: int, overrides: Sequence[str]) -> Any:
