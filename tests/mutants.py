@@ -10,11 +10,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "src/hydra_torchrun_launcher"
+COPY = ROOT
+AT_ONCE = 3
+"""Breakages at a time: many a test then waits for what never comes."""
+HANG_S = 60
+"""How long they wait, in the place of the tests' own bound."""
 
 
 class Mutant(NamedTuple):
@@ -164,18 +170,19 @@ MUTANTS = [
 ]  # fmt: skip
 
 
-def survives(mutant: Mutant, copy: Path) -> str | None:
-    """Make the breakage in the copy, run its test, and say what is wrong if the test passes."""
-    file = copy / PACKAGE / f"{mutant.module}.py"
+def survives(mutant: Mutant) -> str | None:
+    """Make the breakage in this process's copy, run its test, and say what is wrong if it passes."""
+    file = COPY / PACKAGE / f"{mutant.module}.py"
     source = file.read_text()
     if source.count(mutant.line) < 1:
         return f"{mutant.module}: {mutant.line!r} does not stand there any more"
     file.write_text(source.replace(mutant.line, mutant.broken, 1))
+    environ = {"PYTHONPATH": str(COPY / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         result = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", mutant.test],
-            cwd=copy / "tests",
-            env={**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"},
+            cwd=COPY / "tests",
+            env={**os.environ, **environ, "TEST_HANG_S": str(HANG_S)},
             capture_output=True,
             text=True,
             check=False,
@@ -188,21 +195,23 @@ def survives(mutant: Mutant, copy: Path) -> str | None:
     return f"{mutant.module}: {mutant.line!r} -> {mutant.broken!r}: {mutant.test} {what}"
 
 
+def make_copy(folder: str) -> None:
+    """Give this process a copy of the project."""
+    global COPY  # noqa: PLW0603 - one for each process
+    COPY = Path(tempfile.mkdtemp(dir=folder)) / "copy"
+    shutil.copytree(ROOT, COPY, ignore=shutil.ignore_patterns(".venv*", ".git", "__pycache__"))
+
+
 def main(words: list[str]) -> int:
     """Run the mutants whose text holds one of the words, or all."""
     chosen = [m for m in MUTANTS if not words or any(word in " ".join(m) for word in words)]
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "copy"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv*", ".git", "__pycache__"))
-        wrong = []
-        for mutant in chosen:
-            problem = survives(mutant, copy)
-            print(
-                "noticed " if problem is None else "SURVIVES",
-                mutant.module,
-                mutant.line,
-                flush=True,
-            )
+    wrong = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(AT_ONCE, initializer=make_copy, initargs=(folder,)) as processes,
+    ):
+        for mutant, problem in zip(chosen, processes.map(survives, chosen), strict=True):
+            print("noticed " if problem is None else "SURVIVES", *mutant[:2], flush=True)
             wrong += [problem] if problem else []
     print("\n".join([*wrong, f"{len(chosen) - len(wrong)} of {len(chosen)} breakages noticed"]))
     return 1 if wrong else 0
