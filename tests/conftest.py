@@ -23,6 +23,11 @@ HANG_S = float(os.environ.get("TEST_HANG_S", "120"))
 """Bound against hangs, far above what any of these runs takes."""
 
 
+def pytest_configure() -> None:
+    """Have Ctrl-C work in apps, also where a shell in the background has it ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def processes_with(marker: str, variable: str = "TEST_MARKER") -> list[psutil.Process]:
     """Return the living processes that carry the marker in their environment."""
     found = []
