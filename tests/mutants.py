@@ -142,7 +142,7 @@ MUTANTS = [
     Mutant("runner", "or not self.tries_again(job, tries, ended)", "or True", "test_pool.py::test_retries_of_a_single_run"),
     Mutant("tries", "STOPPED | _IN_VAIN", "STOPPED", "test_pool.py::test_retries_in_vain"),
     Mutant("lending", '(wanted != "cpu" and accelerators().count)', "accelerators().count", "test_pool.py::test_jobs_on_cores_beside_accelerators"),
-    Mutant("job_run", "            self._ask_to_leave(signal.SIGTERM)\n\n    def _end_by", "\n    def _end_by", "test_pool.py::test_lost_word_of_a_job"),
+    Mutant("job_run", "(self._cannot_go_on is not None and self._server.dead)", "self._cannot_go_on is not None", "test_pool.py::test_lost_word_of_a_job"),
     Mutant("runner", "has_terminal and any(run.has_ranks for run in runs)", "has_terminal", "test_looking.py::test_interrupt_before_the_debugged_rank_is_there"),
     Mutant("dry_run", "*_where_config_is(sys.argv[1:]), ", "", "test_looking.py::test_dry_run_names_the_config_and_lent_devices"),
     Mutant("runner", "k == lent or ", "", "test_looking.py::test_dry_run_names_the_config_and_lent_devices"),
