@@ -109,7 +109,7 @@ def test_second_run_in_a_directory(tmp_path: Path) -> None:
         file.write(b'{"v": 1, "event": "star')
     second = EventFile(str(tmp_path), 3)
     second.add("queued", overrides=["a=2"])
-    second.ended(Ended(error=FailFastError("not started", "job #2")), 0)
+    second.ended(Ended(error=FailFastError("not started", "job #2", "ValueError: x")), 0)
     found = read(path)
     assert [event["event"] for event in found] == ["queued", "stopped"]
     assert found[0]["overrides"] == ["a=2"]

@@ -334,6 +334,7 @@ def test_terminal_interrupt_reaches_one_process(sweep: Run) -> None:
     run.await_file("1/started.*", 2)
     os.killpg(run.popen.pid, signal.SIGINT)
     assert run.wait().status == -signal.SIGINT, run.output
+    assert "server.py" not in run.output
     assert "JobStoppedError" in [job["type"] for job in run.jobs()]
 
 

@@ -19,6 +19,7 @@ import pytest
 from conftest import APPS, HANG_S, Sweep
 from running import read_records
 
+from hydra_torchrun_launcher.dry_run import _where_config_is
 from hydra_torchrun_launcher.stacks import where
 
 Start = Callable[..., Sweep]
@@ -100,6 +101,34 @@ def test_dry_run_names_the_config_and_lent_devices(sweep: Start, tmp_path: Path)
     (line,) = [line for line in run.output.splitlines() if "  sets: " in line]
     assert sets(line)["CUDA_VISIBLE_DEVICES"] == "3,4"
     assert "Jobs: 1, and none was started" in run.output
+
+
+def test_dry_run_places_as_the_run_would(start: Start, tmp_path: Path) -> None:
+    """The largest job goes first, whatever its number."""
+    settings = ("n=0,1,2", "sizes=[1,2,4]", "hydra.launcher.nproc_per_node=${size}",
+                "hydra.launcher.n_jobs=auto", "hydra.launcher.devices=[a,b,c,d]")  # fmt: skip
+    dry = start(*settings, "hydra.launcher.dry_run=true").wait()
+    assert dry.status == 0, dry.output
+    lines = [line for line in dry.output.splitlines() if "sets:" in line]
+    found = [sets(line)["CUDA_VISIBLE_DEVICES"] for line in lines]
+    assert found == [
+        "<1 of a, b, c, d, when they are free>", "<2 of a, b, c, d, when they are free>", "a,b,c,d",
+    ]  # fmt: skip
+
+
+def test_dry_run_with_virtual_local_rank(start: Start) -> None:
+    """Each rank sees one device, as its rank 0."""
+    dry = start("hydra.launcher.devices=[x,y]", "hydra.launcher.virtual_local_rank=true",
+                "hydra.launcher.dry_run=true").wait()  # fmt: skip
+    (line,) = [line for line in dry.output.splitlines() if "sets:" in line]
+    assert sets(line)["LOCAL_RANK"] == "0"
+    assert sets(line)["CUDA_VISIBLE_DEVICES"] == "<one of x,y for each rank>"
+
+
+@pytest.mark.parametrize("arguments", [["-c", "x"], ["--config", "x"], ["--config-name"]])
+def test_command_line_of_another_program(arguments: list[str]) -> None:
+    """What Hydra would not understand names no config."""
+    assert _where_config_is(arguments) == []
 
 
 @pytest.mark.hydra_versions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
@@ -13,18 +14,23 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
-from conftest import APPS, Sweep, processes_with, send
+from conftest import APPS, HANG_S, Sweep, processes_with, send
 from running import read_records
 
+from hydra_torchrun_launcher.batches import Batch, Waiting
 from hydra_torchrun_launcher.errors import SettingsError
+from hydra_torchrun_launcher.events import EventFile, read
 from hydra_torchrun_launcher.lending import Lender
 from hydra_torchrun_launcher.machine import cpu_cores
+from hydra_torchrun_launcher.outcomes import Ended
+from hydra_torchrun_launcher.plans import Begun
 from hydra_torchrun_launcher.settings import Sharing
-from hydra_torchrun_launcher.slots import Accelerators
+from hydra_torchrun_launcher.slots import Accelerators, Share
 
 Start = Callable[..., Sweep]
 
@@ -259,7 +265,9 @@ def test_fail_fast(start: Start, ranks: Any) -> None:
     run.wait()
     assert run.status == 1
     assert [rank["job"] for rank in ranks()] == [0]
-    assert "Job #1: stopped, because job #2 failed (hydra.launcher.fail_fast)" in run.output
+    why = "because job #2 failed (hydra.launcher.fail_fast): ValueError: job 2 was asked to fail"
+    assert f"Job #1: stopped, {why}" in run.output
+    assert "#4 : not started" in run.output
     assert run.seconds < 50
 
 
@@ -291,6 +299,94 @@ def test_single_run_has_the_whole_machine(
     assert len(ranks()[0]["cores"]) == len(os.sched_getaffinity(0))
 
 
+def last_event(run: Sweep, job: int) -> dict[str, Any]:
+    line = (run.directory / f".torchrun/{job}.jsonl").read_text().splitlines()[-1]
+    found = json.loads(line)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_completed_job_stays_so(start: Start, ranks: Any) -> None:
+    """What a job leaves behind holds up its end; no limit and no other job's failure meanwhile
+    takes its result away.
+    """
+    run = start(
+        "hydra.launcher.n_jobs=2", "hydra.launcher.devices=[0,1]", "n=0,1", "+fail={1:true}",
+        "+holds={0:0,1:12}", "leaves=200", "hydra.launcher.timeout_s=10",
+        "hydra.launcher.shutdown_timeout=20", "hydra.launcher.fail_fast=true",
+    ).wait()  # fmt: skip
+    assert run.status == 1
+    assert [rank["job"] for rank in ranks()] == [0]
+    assert (last_event(run, 0)["event"], last_event(run, 0).get("value")) == ("completed", 0)
+    assert last_event(run, 1)["error"] == "JobTimeoutError"
+
+
+def test_signal_after_a_job_has_completed(start: Start, ranks: Any) -> None:
+    """Its result is kept, and what it left behind ends soon."""
+    run = start("n=0,1", "leaves=200", "hydra.launcher.shutdown_timeout=100")
+    run.await_file("../records/job0.*.json")
+    run.processes("keeper")[0].children()[0].wait(60)  # the agent leaves when ranks are done
+    send(run.popen, signal.SIGTERM)
+    assert run.wait().status == -signal.SIGTERM, run.output
+    assert run.seconds < 60
+    assert (last_event(run, 0)["event"], last_event(run, 0).get("value")) == ("completed", 0)
+    assert "Stopped by SIGTERM; not started: 1 of 2 jobs" in run.output
+
+
+def test_signal_to_a_job_that_fails(start: Start) -> None:
+    """It has failed by its rank, also if a signal comes before it has ended."""
+    run = start("n=0,1", "fails=true", "hold=2", "stubborn=60", nproc=2)
+    run.await_text("Job #0 failed: rank 0")
+    send(run.popen, signal.SIGTERM)
+    assert run.wait().status == -signal.SIGTERM, run.output
+    last = last_event(run, 0)
+    assert (last["event"], last["error"], last["rank"]) == ("failed", "ValueError", 0)
+
+
+def test_retries_of_an_exception_without_words(start: Start) -> None:
+    """A class that refuses to tell its text disturbs nothing."""
+    run = start("hydra.launcher.retries=1", "fails=true", "fail_until=1", "wordless=true", "n=0,1",
+                "hydra.launcher.n_jobs=2", "hydra.launcher.devices=[0,1]").wait()  # fmt: skip
+    assert run.status == 0, run.output
+    log = (run.directory / "0/pooled.log").read_text()
+    assert "it runs again (retry 1 of 1), as it failed: WordlessError" in log
+
+
+def test_value_that_cannot_be_rebuilt(start: Start, ranks: Any) -> None:
+    """It fails its job, with a word on the console, and another try would not help."""
+    run = start("hydra.launcher.retries=2", "unfit=true", "n=0,1").wait()
+    assert run.status == 1
+    for number in (0, 1):
+        said = f"Job #{number} failed: The task function's return value cannot be rebuilt"
+        assert run.output.count(said) == 1
+    assert [rank["job"] for rank in ranks()] == [0, 1]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "null"])
+def test_console_that_another_has_locked(tmp_path: Path, kind: str) -> None:
+    """A stranger who holds a lock on the console and does nothing ends no sweep."""
+    records = tmp_path / "records"
+    records.mkdir()
+    reader, writer = os.pipe() if kind == "pipe" else (-1, os.open(os.devnull, os.O_RDWR))
+    fcntl.lockf(writer, fcntl.LOCK_EX, 2, 0)
+    command = [
+        sys.executable, str(APPS / "pooled.py"), "-m", "hydra/launcher=torchrun", "lines=3",
+        "hydra.launcher.nproc_per_node=1", "hydra.launcher.n_jobs=2", "n=0,1",
+        f"hydra.sweep.dir={tmp_path / 'sweep'}",
+    ]  # fmt: skip
+    environ = {**os.environ, "RANK_RECORDS": str(records)}
+    app = subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=writer, stderr=writer)
+    try:
+        assert app.wait(HANG_S) == 0
+    finally:
+        app.kill()
+        os.close(writer)
+    if kind == "pipe":
+        shown = os.read(reader, 1 << 16).decode()
+        os.close(reader)
+        assert shown.count("[job #0, rank 0] <0 ") == shown.count("[job #1, rank 0] <1 ") == 6
+
+
 def test_retries_in_vain(sweep: Start) -> None:
     """What cannot be sent once cannot be sent the next time."""
     code = "import hydra\nclass Held:\n    def __reduce__(self): raise TypeError('no')\n"
@@ -320,6 +416,51 @@ def test_sweep_that_cannot_go_on(start: Start, ranks: Any, method: str) -> None:
     last = json.loads((run.directory / ".torchrun/0.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["error"]) == ("stopped", "SweepEndedError")
     assert last["message"] == "stopped, as the sweep ended: ValueError"
+
+
+class BrokenJobs:
+    """Runs jobs, and breaks when one has ended."""
+
+    fail_fast = False
+
+    def __init__(self) -> None:
+        self.begun: list[Any] = []
+        self.stopped: list[int] = []
+
+    def lender(self, _: Any) -> Any:
+        return SimpleNamespace(take=lambda _: Share(), give_back=lambda _: None)
+
+    def start(self, begun: Any, *_: Any) -> None:
+        self.begun.append(begun)
+
+    def wait(self, _: Any) -> Iterator[Any]:
+        yield self.begun.pop(0), Ended(error=ValueError("as jobs do"))
+
+    def tries_again(self, *_: Any) -> bool:
+        raise RuntimeError("our mistake")
+
+    def stop(self, begun: Any, _: Any) -> None:
+        assert begun in self.begun
+        self.stopped.append(begun.number)
+
+
+def test_mistake_of_ours_at_a_jobs_end(tmp_path: Path) -> None:
+    """It is what is raised, and every job's events end, with that job's own error."""
+
+    def make(waiting: Waiting) -> Any:
+        begun = Begun(waiting.number, None, "", {"SECRET": "x"}, "", None)  # type: ignore[arg-type]
+        assert "SECRET" not in repr(begun)
+        return SimpleNamespace(begin=lambda _: begun)
+
+    jobs = BrokenJobs()
+    sweep = SimpleNamespace(failed_fast=None, make=make, log_as_sweep=lambda: None)
+    watch = SimpleNamespace(received=None)
+    waiting = [Waiting(number, [], EventFile(str(tmp_path), number)) for number in (0, 1)]
+    with pytest.raises(RuntimeError, match="our mistake"):
+        Batch(sweep, jobs, watch).run(waiting)  # type: ignore[arg-type]
+    for number in (0, 1):
+        assert read(tmp_path / f".torchrun/{number}.jsonl")[-1]["message"] == "as jobs do"
+    assert jobs.stopped == [1]
 
 
 @pytest.mark.hydra_versions

@@ -50,6 +50,13 @@ def test_bad_nproc(value: object) -> None:
         check(raw(nproc_per_node=value), {})
 
 
+@pytest.mark.parametrize("value", [[], "", [0, 0], [None], [True], [1.5], {"a": 1}, ["0,1"], [-1]])
+def test_bad_devices(value: object) -> None:
+    """Names are text or whole numbers, each once."""
+    with pytest.raises(SettingsError, match=r"devices=.*expected null, or names without doubles"):
+        check(raw(devices=value), {})
+
+
 def test_streams_by_rank() -> None:
     """Ranks above 9 can be addressed, which torch's own parser cannot."""
     settings = check(raw(redirects="3", tee="0:1,12:3", local_ranks_filter=""), {})

@@ -12,7 +12,13 @@ from typing import Any, Protocol
 
 from hydra.core.utils import JobReturn, filter_overrides
 
-from hydra_torchrun_launcher.errors import FailFastError, StartError, SweepEndedError, refused
+from hydra_torchrun_launcher.errors import (
+    FailFastError,
+    StartError,
+    SweepEndedError,
+    first_line,
+    refused,
+)
 from hydra_torchrun_launcher.events import EventFile, cause
 from hydra_torchrun_launcher.hydra_job import HydraJob
 from hydra_torchrun_launcher.outcomes import Ended
@@ -49,6 +55,8 @@ class _Running:
     """What its first event says beside its processes."""
     tries: Tries
     started: float
+    ended: Ended | None = None
+    """How its last try ended, while it is decided what follows."""
 
     @property
     def seconds(self) -> float:
@@ -59,8 +67,8 @@ class _Running:
 class Sweep(Protocol):
     """What a batch is of."""
 
-    failed_fast: str | None
-    """The job whose failure has ended the sweep, by hydra.launcher.fail_fast."""
+    failed_fast: tuple[str, str] | None
+    """The job whose failure has ended the sweep (hydra.launcher.fail_fast), and how it failed."""
 
     def make(self, waiting: Waiting) -> HydraJob:
         """Compose a job, if it is not yet."""
@@ -138,7 +146,8 @@ class Batch:
         """Do what Hydra does before a job; return None if the job ends with that."""
         job, number = self._sweep.make(waiting), waiting.number
         if self._sweep.failed_fast is not None:
-            self._end_before(waiting, job, FailFastError("not started", self._sweep.failed_fast))
+            log.info("\t#%d : not started", number)
+            self._end_before(waiting, job, FailFastError("not started", *self._sweep.failed_fast))
             return None
         log.info("\t#%d : %s", number, " ".join(filter_overrides(waiting.overrides)))
         try:
@@ -147,7 +156,7 @@ class Batch:
             error = StartError(refused(problem))
             log.error("Job #%d failed: %s", number, error)  # noqa: TRY400 - a sentence is enough
             self._end_before(waiting, job, error)
-            self._fail_fast(f"job #{number}")
+            self._fail_fast(f"job #{number}", error)
             return None
         self._sweep.log_as_sweep()
         facts = {"output_dir": begun.output_dir, "devices": share.devices, "cores": share.cores}
@@ -157,7 +166,7 @@ class Batch:
 
     def _end_before(self, waiting: Waiting, job: HydraJob, error: Exception) -> None:
         """Note a job that ends before it has begun."""
-        waiting.events.ended(Ended(error=error), 0)
+        waiting.events.ended(Ended(error=error), seconds=0)
         self._returns[waiting.number] = job.not_begun(error)
 
     def _go_on(self, begun: Begun, ended: Ended | None = None) -> None:
@@ -168,14 +177,15 @@ class Batch:
             more = running.facts if event == "started" else {}
             running.events.add(event, retry=running.tries.number, **facts, **more)
 
-        while ended is None or self._tries_again(begun, ended):
-            ended = self._jobs.start(begun, running.share, self._watch, note)
-            if ended is None:
+        running.ended = ended
+        while running.ended is None or self._tries_again(begun, running.ended):
+            running.ended = self._jobs.start(begun, running.share, self._watch, note)
+            if running.ended is None:
                 return
-        ended = self._end(begun, ended)
+        ended = self._end(begun, running.ended)
         self._returns[begun.number or 0] = self._sweep.finish(running.job, ended)
         if ended.error is not None:
-            self._fail_fast(begun.name.lower())
+            self._fail_fast(begun.name.lower(), ended.error)
 
     def _tries_again(self, begun: Begun, ended: Ended) -> bool:
         is_stopping = self._watch.received is not None or self._sweep.failed_fast is not None
@@ -191,14 +201,14 @@ class Batch:
         """Note the end of a job that ran; return it with what is said of its tries."""
         running = self._running.pop(begun)
         self._lender.give_back(running.share)
-        running.events.ended(ended, running.seconds)
+        running.events.ended(ended, running.seconds, retry=running.tries.number)
         return running.tries.all_with(ended)
 
-    def _fail_fast(self, name: str) -> None:
+    def _fail_fast(self, name: str, error: BaseException) -> None:
         """Stop what runs, if a failed job is to end the sweep."""
         if self._jobs.fail_fast and self._sweep.failed_fast is None:
-            self._sweep.failed_fast = name
-            self._stop_all(FailFastError("stopped", name))
+            self._sweep.failed_fast = name, first_line(error)
+            self._stop_all(FailFastError("stopped", *self._sweep.failed_fast))
 
     def _stop_all(self, error: Exception) -> None:
         for begun in self._running:
@@ -206,6 +216,9 @@ class Batch:
 
     def _end_all(self, error: Exception) -> None:
         """End the jobs that run, where the sweep cannot go on: Hydra's part of another failed."""
+        for begun, running in list(self._running.items()):
+            if running.ended is not None:  # it was about to be noted
+                self._end(begun, running.ended)
         self._stop_all(SweepEndedError(f"stopped, as the sweep ended: {type(error).__name__}"))
         while self._running:
             for begun, ended in self._jobs.wait(self._watch):

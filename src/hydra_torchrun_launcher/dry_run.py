@@ -38,6 +38,9 @@ def describe(
     """
     overrides = list(hydra.overrides.task)
     sets = {**variables, **_elastics(settings, ranks)}
+    if settings.launch_config.get("virtual_local_rank"):
+        seen = variables.get("CUDA_VISIBLE_DEVICES") or f"0…{ranks - 1}"
+        sets |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": f"<one of {seen} for each rank>"}
     lines = [
         f"{name}: {' '.join(overrides) or 'no overrides'}",
         f"  1 node x {ranks} {'rank' if ranks == 1 else 'ranks'} ({settings.start_method.name})",
@@ -86,11 +89,14 @@ def _command(hydra: Any, overrides: Sequence[str], ranks: int, variables: Mappin
 
 def _where_config_is(arguments: Sequence[str]) -> list[str]:
     """Return what the command line says of that, by Hydra's flags."""
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     names = ("config-path", "config-name", "config-dir")
     for name, short in zip(names, ("-cp", "-cn", "-cd"), strict=True):
         parser.add_argument(f"--{name}", short)
-    given = vars(parser.parse_known_args(arguments)[0]).values()
+    try:
+        given = vars(parser.parse_known_args(arguments)[0]).values()
+    except (argparse.ArgumentError, SystemExit):  # the command line of a program with its own
+        return []
     return [f"--{name}={value}" for name, value in zip(names, given, strict=True) if value]
 
 

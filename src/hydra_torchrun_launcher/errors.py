@@ -94,15 +94,16 @@ class JobTimeoutError(LauncherError):
 class FailFastError(LauncherError):
     """Another job's failure has ended the sweep."""
 
-    def __init__(self, what: str, failed: str) -> None:
-        """Keep what it did to this job, a phrase such as 'not started', and the other's name."""
+    def __init__(self, what: str, failed: str, why: str) -> None:
+        """Keep what it did to this job, as in 'not started', the other's name and its error."""
         self.what = what
         self.failed = failed
-        super().__init__(f"{what}, because {failed} failed (hydra.launcher.fail_fast)")
+        self.why = why
+        super().__init__(f"{what}, because {failed} failed (hydra.launcher.fail_fast): {why}")
 
-    def __reduce__(self) -> tuple[type[FailFastError], tuple[str, str]]:
-        """Rebuild from both."""
-        return (type(self), (self.what, self.failed))
+    def __reduce__(self) -> tuple[type[FailFastError], tuple[str, str, str]]:
+        """Rebuild from all."""
+        return (type(self), (self.what, self.failed, self.why))
 
 
 class SweepEndedError(LauncherError):
@@ -157,6 +158,20 @@ def printable(text: str, encoding: str | None = None) -> str:
     """Escape what a stream cannot encode (in UTF-8, the default: lone surrogates)."""
     encoding = encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def first_line(error: BaseException | None) -> str:
+    """Return an exception's class and the first line of its text."""
+    name, text = type(error).__name__, text_of(error).partition("\n")[0]
+    return f"{name}: {text}" if text else name
+
+
+def text_of(error: BaseException | None) -> str:
+    """Return an exception's text, or nothing where its class refuses to tell."""
+    try:
+        return printable(str(error))
+    except Exception:  # noqa: BLE001 - a class of the user's
+        return ""
 
 
 def related(error: BaseException) -> Iterator[BaseException]:

@@ -16,8 +16,8 @@ from hydra_torchrun_launcher import tagged
 from hydra_torchrun_launcher.errors import (
     JobTimeoutError,
     TransportError,
-    printable,
     refused,
+    text_of,
 )
 from hydra_torchrun_launcher.outcomes import Ended
 from hydra_torchrun_launcher.tries import STOPPED
@@ -43,6 +43,7 @@ class EventFile:
         """
         self._path = None if sweep_dir is None else Path(sweep_dir, FOLDER, f"{number}.jsonl")
         self._number = number
+        self._is_said = False
 
     def add(self, event: str, **facts: Any) -> None:
         """Write an event, whole, at the end; what cannot be written is said and costs nothing."""
@@ -59,16 +60,24 @@ class EventFile:
             finally:
                 os.close(fd)
         except OSError as problem:
-            log.warning("%s: %s; the job goes on", self._path, refused(problem))
-            self._path = None
+            if not self._is_said:
+                log.warning("%s: %s; the job goes on", self._path, refused(problem))
+            self._is_said = True
 
-    def ended(self, ended: Ended, seconds: float) -> None:
-        """Write how the job ended."""
+    def ended(self, ended: Ended, seconds: float, retry: int = 0) -> None:
+        """Write how the job ended.
+
+        Args:
+            ended: how its last try did.
+            seconds: how long it ran, with all its tries.
+            retry: the number of the last try.
+        """
+        took = {"retry": retry, "seconds": round(seconds, 3)}
         if ended.error is None:
-            self.add("completed", **_value(ended.value), seconds=round(seconds, 3))
+            self.add("completed", **_value(ended.value), **took)
         else:
             event = "stopped" if isinstance(ended.error, STOPPED) else "failed"
-            self.add(event, **cause(ended), seconds=round(seconds, 3))
+            self.add(event, **cause(ended), **took)
 
 
 def _line_end(fd: int) -> bytes:
@@ -80,9 +89,7 @@ def _line_end(fd: int) -> bytes:
 def cause(ended: Ended) -> dict[str, Any]:
     """Return why a job failed, as an event has it."""
     error = ended.error
-    text = ""
-    with suppress(Exception):  # a class of the user's may refuse
-        text = printable(str(error))[:_LONGEST_TEXT]
+    text = text_of(error)[:_LONGEST_TEXT]
     facts: dict[str, Any] = {"error": type(error).__name__, "message": text, **ended.place}
     if isinstance(error, JobTimeoutError):
         facts["timeout_s"] = error.timeout_s

@@ -96,6 +96,8 @@ class JobRun:
         self._limit = Deadline()
         self._server = server
         self._owns_server = owns_server
+        self._has_completed = False
+        self._failed_first = False
         self.has_ranks = False
         """Whether its ranks have been there."""
         self.restarts: list[str] = []
@@ -182,6 +184,7 @@ class JobRun:
     def pass_on(self, watch: SignalWatch) -> None:
         """Hand signals on: the first asks the ranks to leave, a second kills them."""
         while self._signals_sent < min(watch.count, 2) and self._job.fileno() >= 0:
+            self._failed_first = self._failed_first or self._is_failing
             self._signals_sent += 1
             self._stopped_by = watch.received
             if not self._server.is_ready():
@@ -215,9 +218,13 @@ class JobRun:
     @property
     def _is_decided(self) -> bool:
         """Whether it is known why the job ends, or has ended: what comes later is not the cause."""
-        is_failing = bool(self._failures) and self._attempt >= self._max_restarts
         is_ending = self._ended_for is not None or self._signals_sent > 0
-        return is_failing or is_ending or self._done is not None or self.is_over
+        has_ended = self._has_completed or self._done is not None or self.is_over
+        return self._is_failing or is_ending or has_ended
+
+    @property
+    def _is_failing(self) -> bool:
+        return bool(self._failures) and self._attempt >= self._max_restarts
 
     def _give_server_up(self, signum: int) -> None:
         """End a server that imports still: there may be nobody to hear an order."""
@@ -257,6 +264,9 @@ class JobRun:
             self._note_failure(Failure.read(message, fds[0]))
         elif operation == "ranks":
             self._note_start(message)
+        elif operation == "completed":  # what it leaves behind, or shows, is no part of its work
+            self._has_completed = True
+            self._time.clear()
         elif operation == "stacks":
             dump = os.pread(fds[0].fileno(), _LONGEST_STACKS, 0).decode(errors="replace")
             stood = stacks.where(dump) if dump else f"unknown: its process is {message['status']}"
@@ -334,14 +344,15 @@ class JobRun:
             done = {"state": "stopped", "signal": self._stopped_by}
         state = done["state"]
         if state == "succeeded" and self._value is not None:
-            return load_value(self._value)
+            value, error = load_value(self._value)
+            return value, error and self._said(error)
         return None, self._error(state, done)
 
     def _error(self, state: str, done: dict[str, Any]) -> BaseException:
         """Return why the job failed, and say it if it has not been said."""
         if self._ended_for is not None:
             return self._said(self._ended_for)
-        if state == "stopped" and self._stopped_by is not None:
+        if state == "stopped" and self._stopped_by is not None and not self._failed_first:
             return JobStoppedError(done["signal"])
         if state in ("refused", "broken"):
             return self._said(StartError(done["message"]))

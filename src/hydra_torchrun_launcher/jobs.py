@@ -23,6 +23,7 @@ from hydra_torchrun_launcher.errors import (
     SettingsError,
     StartError,
     refused,
+    signal_name,
 )
 from hydra_torchrun_launcher.events import EventFile
 from hydra_torchrun_launcher.guard import TASK
@@ -48,8 +49,8 @@ class SweepRunner:
         self._config = config
         self._shared: dict[str, Any] = {}
         self._jobs = JobRunner(config)
-        self.failed_fast: str | None = None
-        """The job whose failure has ended the sweep, by hydra.launcher.fail_fast."""
+        self.failed_fast: tuple[str, str] | None = None
+        """The job whose failure has ended the sweep (hydra.launcher.fail_fast), and its error."""
 
     def close(self) -> None:
         """End what still runs, and the servers."""
@@ -93,6 +94,8 @@ class SweepRunner:
                 self.close()
             watch.close()
         if watch.received is not None:
+            name, left = signal_name(watch.received), count - len(returns)
+            log.warning("Stopped by %s; not started: %d of %d jobs", name, left, count)
             signal.raise_signal(watch.received)
             raise JobStoppedError(watch.received)  # where the user's handler lets the app go on
         return returns
@@ -120,9 +123,12 @@ class SweepRunner:
 
     def _describe(self, jobs: Sequence[Waiting], watch: SignalWatch) -> NoReturn:
         """Say what the jobs would be, and leave: a sweeper would take values from them."""
-        for job in jobs:
+        said = {}
+        for job in sorted(jobs, key=lambda job: -job.ranks):  # as they would start
             config = job.config or self._compose(job.number, job.overrides)
-            dry_run.show(self._jobs.describe(f"Job #{job.number}", config, watch))
+            said[job.number] = self._jobs.describe(f"Job #{job.number}", config, watch)
+        for _, text in sorted(said.items()):
+            dry_run.show(text)
         dry_run.show(
             f"Jobs: {len(jobs)}, and none was started (hydra.launcher.dry_run). A sweeper that "
             "proposes jobs in batches would go on from their values"

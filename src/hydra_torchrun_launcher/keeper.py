@@ -75,7 +75,8 @@ class Keeper:
         self._notes, notes_end = (Fd(fd) for fd in os.pipe())
         self._given = RankPlan(self._plan, payload, document, streams, notes_end)
         self._grace_s: float = self._plan["shutdown_timeout_s"]
-        self._ranks = Ranks(self._grace_s, self._tell, self._answer)
+        count = self._plan["agent"]["nproc_per_node"]
+        self._ranks = Ranks(count, self._grace_s, self._tell, self._answer)
         self._stopping: int | None = None
         self._answer_stop = False
         self._verdict: dict[str, Any] | None = None
@@ -88,6 +89,7 @@ class Keeper:
         self._stack_sizes: list[int] = []
         self._everything = Ultimatum()
         self._leftovers = Ultimatum()
+        self._leftovers_are_asked = False
 
     def run(self) -> Role | None:
         """Keep the job until nothing of it is left; returns in forked children only."""
@@ -200,8 +202,9 @@ class Keeper:
     def _report_done(self) -> None:
         silent_s = _AGENT_ACTS_S if self._agent_is_silent else None
         verdict = self._verdict or {"state": "lost", "exit": self._agent_exit, "silent_s": silent_s}
-        if self._stopping is not None:
-            verdict = {"state": "stopped", "signal": self._stopping}
+        if self._stopping is not None:  # a late stop takes no result away
+            stopped = {"state": "stopped", "signal": self._stopping}
+            verdict = {"state": "succeeded"} if self._ranks.have_finished() else stopped
         if self._refusal is not None:
             verdict = {"state": "refused", "message": refused(self._refusal)}
         if self._is_in_vain():
@@ -269,7 +272,7 @@ class Keeper:
         number = int(order["env"]["RANK"])
         self._ranks.add(Rank(pid, order["local_rank"], number, outcome, stacks, folder))
         self._answer({"op": "pid", "pid": pid})
-        self._ranks.tell_if_all_are_there(self._plan["agent"]["nproc_per_node"])
+        self._ranks.tell_if_all_are_there()
         return None
 
     def _reap(self) -> None:
@@ -326,11 +329,14 @@ class Keeper:
         left = [pid for pid in children(recursive=False) if pid not in self._agent_alive()]
         if not left:
             self._leftovers.clear()
-        elif self._leftovers.remaining_s is None:
-            self._leftovers.within(_LEFTOVERS_S if ask else self._grace_s)
-            for pid in left if ask else ():
+            self._leftovers_are_asked = False
+            return True
+        self._leftovers.within(_LEFTOVERS_S if ask else self._grace_s)
+        if ask and not self._leftovers_are_asked:
+            self._leftovers_are_asked = True
+            for pid in left:
                 kill(pid, signal.SIGTERM)
-        return not left
+        return False
 
     def _is_in_vain(self) -> bool:
         return any(each.is_in_vain for each in self._ultimatums())
@@ -345,4 +351,4 @@ class Keeper:
                 self._stop_ranks(self._stopping or signal.SIGTERM)
             return False
         succeeded = self._verdict is not None and self._verdict["state"] == "succeeded"
-        return self._nothing_left(ask=not succeeded)
+        return self._nothing_left(ask=not succeeded or self._stopping is not None)

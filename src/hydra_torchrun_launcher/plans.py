@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hydra_torchrun_launcher.payload import Program, Work
@@ -30,11 +30,11 @@ class Begun:
     """
 
     number: int | None
-    config: Any
+    config: Any = field(repr=False)
     output_dir: str
-    environ: Mapping[str, str]
+    environ: Mapping[str, str] = field(repr=False)
     working_dir: str
-    work: Work
+    work: Work = field(repr=False)
 
     @property
     def name(self) -> str:

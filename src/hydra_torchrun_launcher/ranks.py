@@ -145,6 +145,7 @@ class Ranks:
 
     def __init__(
         self,
+        count: int,
         grace_s: float,
         tell: Callable[..., None],
         answer: Callable[[dict[str, Any]], None],
@@ -152,10 +153,12 @@ class Ranks:
         """Have none yet.
 
         Args:
+            count: how many there will be.
             grace_s: how long they have to leave once they were asked to.
             tell: sends a message and descriptors to the launching process.
             answer: sends a message to the agent.
         """
+        self._count = count
         self._grace_s = grace_s
         self._tell = tell
         self._answer = answer
@@ -163,6 +166,7 @@ class Ranks:
         self._ranks: list[Rank] = []
         self._failed: list[_Failed] = []
         self._settled = Deadline()
+        self._has_completed = False
 
     def begin_attempt(self, number: int) -> None:
         """Forget those of the attempt before."""
@@ -172,14 +176,15 @@ class Ranks:
         self._ranks = []
         self._attempt = number
         self._settled = Deadline()
+        self._has_completed = False
 
     def add(self, rank: Rank) -> None:
         """Look after one more."""
         self._ranks.append(rank)
 
-    def tell_if_all_are_there(self, count: int) -> None:
+    def tell_if_all_are_there(self) -> None:
         """Tell the launching process of the attempt's processes once all have been forked."""
-        if len(self._ranks) == count:
+        if len(self._ranks) == self._count:
             pids = [rank.pid for rank in self._ranks]
             self._tell({"op": "ranks", "attempt": self._attempt, "pids": pids})
 
@@ -205,9 +210,12 @@ class Ranks:
             if note.status == "failed" and not rank.signalled:
                 rank.leave.within(_FAILED_RANK_LEAVES_S)
                 self._report_failure(rank, note.exit_code)
-        if self._ranks and self._all_completed():
+        if self._all_completed():
             for rank in self.alive():
                 rank.leave.within(max(self._grace_s, _COMPLETED_RANK_LEAVES_S))
+            if not self._has_completed:
+                self._has_completed = True
+                self._tell({"op": "completed"})
 
     def judge(self, ended: dict[int, int]) -> None:
         """Take in which processes ended, by pid, with their exit codes."""
@@ -215,8 +223,12 @@ class Ranks:
         for rank in died:
             rank.ended = True
             self._judge_exit(rank, ended[rank.pid])
-        if died and not self.alive() and self._all_completed():
+        if died and self.have_finished():
             self._answer({"op": "finished"})
+
+    def have_finished(self) -> bool:
+        """Tell whether all have completed and are gone."""
+        return not self.alive() and self._all_completed()
 
     def stop(self, signum: int) -> None:
         """Ask those that still work to leave, and give all a time for it."""
@@ -261,7 +273,8 @@ class Ranks:
                 kill_tree(rank.pid, janitors=rank.leave.is_repeated)
 
     def _all_completed(self) -> bool:
-        return all(rank.recorded == "completed" for rank in self._ranks)
+        are_there = len(self._ranks) == self._count
+        return are_there and all(rank.recorded == "completed" for rank in self._ranks)
 
     def _judge_exit(self, rank: Rank, code: int) -> None:
         if rank.overdue and rank.recorded == "completed":

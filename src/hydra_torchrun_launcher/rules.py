@@ -117,6 +117,8 @@ def _devices(value: Any) -> tuple[str, ...] | None:
         return None
     listed = value.split(",") if isinstance(value, str) else value
     listed = [listed] if isinstance(listed, int) else listed
+    _require(isinstance(listed, list | tuple))
+    _require(all(isinstance(name, str) or type(name) is int for name in listed))
     names = tuple(str(name).strip() for name in listed)
     _require(names and all(names) and len(set(names)) == len(names))
     _require(not any("," in name or name.startswith("-") for name in names))

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from hydra_torchrun_launcher.processes import Deadline
+
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
 """A progress bar's returns end lines too, as in torchrun; of one that is last, more may come."""
 _CHUNK = 1 << 16
@@ -26,6 +28,8 @@ _SLICE = 512
 _TURN, _LINE = 0, 1
 """What is locked of a console: who writes next, and who is in the middle of a line."""
 _SAY_BUSY_S = 5
+_STUCK_S = 15
+"""How long another may keep a console that could take more."""
 _ANOTHER_WRITES_S = 0.02
 """How long to leave the console to another job that is in the middle of a line."""
 
@@ -110,7 +114,9 @@ class _Console:
         self._writer: object | None = None
         mode = os.fstat(number).st_mode
         self._is_file = stat.S_ISREG(mode)  # takes all at once
-        self._can_lock = self._may_wait = not self._is_file
+        self._may_wait = not self._is_file
+        self._can_lock = stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(number)
+        self._is_stuck = Deadline()
         if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
             # Opened anew: O_NONBLOCK holds for all who share a description, the user's shell too.
             with suppress(OSError):
@@ -121,10 +127,11 @@ class _Console:
         """Keep other writers out until `unlock`; tell whether nobody is in the middle of a line."""
         if self._writer is None:
             # Who waits for the line has the turn, so that nobody has two lines meanwhile.
-            self.is_anothers = not (self._have(_TURN) and self._have(_LINE))
+            self.is_anothers = not (self._have(_TURN) and self._have(_LINE)) and not self._give_up()
             if self.is_anothers:
                 return False
             self._leave(_TURN)
+            self._is_stuck.clear()
             self._writer = writer
         return self._writer is writer
 
@@ -144,6 +151,18 @@ class _Console:
             self._can_lock = False
         return True
 
+    def _give_up(self) -> bool:
+        """Lock no more where whoever is in a line could go on and does not: it is stopped."""
+        self._is_stuck.within(_STUCK_S)
+        if self._is_stuck.passed and self._takes_some():
+            self._can_lock = False
+        return not self._can_lock
+
+    def _takes_some(self) -> bool:
+        poll = select.poll()
+        poll.register(self.fd, select.POLLOUT)
+        return bool(poll.poll(0))
+
     def _leave(self, what: int) -> None:
         if self._can_lock:
             fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, what)
@@ -151,9 +170,7 @@ class _Console:
     def write(self, data: memoryview) -> int:
         """Write some; return how much, 0 if the reader takes nothing for now."""
         if self._may_wait:
-            poll = select.poll()
-            poll.register(self.fd, select.POLLOUT)
-            if not poll.poll(0):
+            if not self._takes_some():
                 return 0
             data = data[:_SLICE]
         elif not self._is_file:
@@ -200,7 +217,7 @@ class _Tail:
 
     def _next_chunk(self) -> bytes:
         # Opened for each look: a descriptor per rank would count against a low limit.
-        with suppress(FileNotFoundError), open(self._name, "rb", buffering=0) as file:
+        with suppress(OSError), open(self._name, "rb", buffering=0) as file:
             file.seek(self._read)
             chunk = file.read(_CHUNK)
             self._read += len(chunk)

@@ -13,6 +13,8 @@ from hydra_torchrun_launcher.errors import (
     SettingsError,
     SweepEndedError,
     TransportError,
+    UnsendableValueError,
+    first_line,
 )
 from hydra_torchrun_launcher.outcomes import Ended
 
@@ -20,7 +22,7 @@ log = logging.getLogger(__name__)
 
 STOPPED = JobStoppedError | FailFastError | SweepEndedError
 """A job that was ended and has not failed by itself."""
-_IN_VAIN = SettingsError | TransportError
+_IN_VAIN = SettingsError | TransportError | UnsendableValueError
 """What would fail the next try in the same way."""
 
 
@@ -48,8 +50,7 @@ class Tries:
         self.number += 1
         again = f"it runs again (retry {self.number} of {last})"
         log.warning("%s failed: %s", self._job, again)
-        said = f"{type(failed.error).__name__}: {str(failed.error).partition(chr(10))[0]}"
-        self._failed += [*failed.restarts, f"{again}, as it failed: {said}"]
+        self._failed += [*failed.restarts, f"{again}, as it failed: {first_line(failed.error)}"]
 
     def all_with(self, last: Ended) -> Ended:
         """Return how the last one ended, with what is said of those before it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -32,7 +33,9 @@ def main(cfg: Any) -> Any:
         time.sleep(cfg.stubborn)
     time.sleep(cfg.get("holds", {}).get(cfg.n, cfg.hold))
     if cfg.get("fail", {}).get(cfg.n, cfg.fails) and attempts < cfg.fail_until:
-        raise ValueError(f"job {job} was asked to fail")
+        raise (WordlessError if cfg.wordless else ValueError)(f"job {job} was asked to fail")
+    if cfg.leaves:
+        subprocess.Popen(["/bin/sleep", str(cfg.leaves)], start_new_session=True)
     import torch
 
     rank_records.write(
@@ -48,7 +51,21 @@ def main(cfg: Any) -> Any:
         attempts=attempts,
         environ=dict(os.environ),
     )
-    return cfg.n
+    return Unfit() if cfg.unfit else cfg.n
+
+
+class WordlessError(ValueError):
+    """An exception that does not tell."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class Unfit:
+    """A value that cannot be rebuilt elsewhere."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("no number",)
 
 
 if __name__ == "__main__":
