@@ -252,8 +252,28 @@ def test_two_task_functions_in_a_row(sweep: Start, tmp_path: Path, starter: str)
     assert directories[0] == directories[1] != directories[2] == directories[3]
 
 
+def framed(message: Any) -> bytes:
+    text = json.dumps(message).encode()
+    return struct.pack("<Q", len(text)) + text
+
+
+def greet(port: int, message: Any) -> bytes:
+    """Say something to whoever listens, as soon as somebody does; return the answer."""
+    deadline = time.monotonic() + HANG_S
+    while True:
+        try:
+            with socket.create_connection(("127.0.0.1", port), HANG_S) as line:
+                line.sendall(framed(message))
+                return line.recv(1000)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
 def test_ports_of_others(start: Start, tmp_path: Path) -> None:
-    """A port at which a stranger listens, silent or of our kind, is passed over by all ranks."""
+    """A port at which a stranger listens, silent or of our kind, is passed over by all ranks, and a
+    stranger that comes to rank 0's is taken for no rank.
+    """
     job = f"{os.getpid()}{time.monotonic_ns() % 1000}"
     environ = {"SLURM_JOB_ID": job}
     place = find_place({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0",
@@ -268,9 +288,9 @@ def test_ports_of_others(start: Start, tmp_path: Path) -> None:
         other.settimeout(HANG_S)
         connection, _ = other.accept()
         with connection:
+            assert greet(free, {"token": "another", "rank": 1}) == b""
             connection.recv(1000)
-            answer = json.dumps({"token": "another"}).encode()
-            connection.sendall(struct.pack("<Q", len(answer)) + answer)
+            connection.sendall(framed({"token": "another"}))
         run.wait()
     assert run.status == 0, run.output
     assert {rank["env"]["MASTER_PORT"] for rank in seen(tmp_path, 2)} == {str(free)}

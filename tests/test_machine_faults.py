@@ -40,9 +40,12 @@ def test_child_of_a_callback_outlives_a_sweep(sweep: Run, method: str) -> None:
 
 
 def test_child_of_a_callback_hides_no_death(sweep: Run) -> None:
-    """When the launching process is killed, all but the callback's child ends."""
-    run = sweep("faults.py", "fault=wait", "point=0,1,2", FORKING)
-    run.await_file("1/started.*", 2)
+    """When the launching process is killed, all but the callback's child ends, a job included that
+    ran when the callback forked.
+    """
+    run = sweep("faults.py", "fault=wait", "at_job=all", "point=0,1", FORKING[:-1] + ", at: 1}",
+                "hydra.launcher.n_jobs=2", "hydra.launcher.devices=[0,1,2,3]")  # fmt: skip
+    run.await_file("[01]/started.*", 4)
     child = forked(run)
     send(run.popen)
     run.wait()

@@ -11,11 +11,15 @@ from hydra.experimental.callback import Callback
 
 
 class Forking(Callback):
-    """Forks when the first job starts."""
+    """Forks when a job starts."""
+
+    def __init__(self, at: int = 0) -> None:
+        """Take the job's number."""
+        self.at = at
 
     def on_job_start(self, config: Any, **_: Any) -> None:
         """Fork a child that never leaves by itself."""
-        if config.hydra.job.num == 0 and os.fork() == 0:
+        if config.hydra.job.num == self.at and os.fork() == 0:
             (Path(config.hydra.sweep.dir) / f"forked.{os.getpid()}").touch()
             while True:
                 time.sleep(3600)

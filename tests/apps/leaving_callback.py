@@ -12,8 +12,8 @@ class Leave(Callback):
     """Leave before job 1."""
 
     def on_job_start(self, config: Any, **_: Any) -> None:
-        """Wait until job 0 is in its task; leave."""
+        """Wait until a rank of job 0 ignores that it should leave; leave."""
         if config.hydra.job.num == 1:
-            while not Path(os.environ["RANK_RECORDS"], "try.0.0").exists():
+            while not Path(os.environ["RANK_RECORDS"], "stubborn.0").exists():
                 time.sleep(0.02)
             raise SystemExit(3)

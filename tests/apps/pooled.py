@@ -30,6 +30,7 @@ def main(cfg: Any) -> Any:
         print(f"<{job} {number} {'y' * cfg.length} end>", flush=True, file=sys.stderr)
     if cfg.stubborn and os.environ["RANK"] != "0":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        (FOLDER / f"stubborn.{job}").touch()
         time.sleep(cfg.stubborn)
     time.sleep(cfg.get("holds", {}).get(cfg.n, cfg.hold))
     if cfg.get("fail", {}).get(cfg.n, cfg.fails) and attempts < cfg.fail_until:
