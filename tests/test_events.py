@@ -101,13 +101,13 @@ def test_no_events_where_no_files_are_wanted(start: Start) -> None:
 
 def test_second_run_in_a_directory(tmp_path: Path) -> None:
     """Readers see the events of the last run; half a line of a killed one spoils nothing."""
-    first = EventFile(str(tmp_path), 3)
+    first = EventFile(tmp_path / ".torchrun", 3)
     first.add("queued", overrides=["a=1"])
     first.ended(Ended(value=3), 1.0)
     path = tmp_path / ".torchrun/3.jsonl"
     with path.open("ab") as file:
         file.write(b'{"v": 1, "event": "star')
-    second = EventFile(str(tmp_path), 3)
+    second = EventFile(tmp_path / ".torchrun", 3)
     second.add("queued", overrides=["a=2"])
     second.ended(Ended(error=FailFastError("not started", "job #2", "ValueError: x")), 0)
     found = read(path)
@@ -117,7 +117,7 @@ def test_second_run_in_a_directory(tmp_path: Path) -> None:
 
 def test_file_cut_anywhere(tmp_path: Path) -> None:
     """A reader takes whole lines only."""
-    file = EventFile(str(tmp_path), 0)
+    file = EventFile(tmp_path / ".torchrun", 0)
     file.add("queued", overrides=["ä=1"])
     file.add("started", retry=0)
     file.ended(Ended(value={"x": [1.5, None]}), 2.0)
@@ -132,7 +132,7 @@ def test_file_cut_anywhere(tmp_path: Path) -> None:
 
 def test_values_that_are_no_data(tmp_path: Path) -> None:
     """Their type is named."""
-    file = EventFile(str(tmp_path), 0)
+    file = EventFile(tmp_path / ".torchrun", 0)
     file.add("queued")
     file.ended(Ended(value=object()), 0)
     file.ended(Ended(value=float("nan")), 0)
@@ -146,7 +146,7 @@ def test_values_that_are_no_data(tmp_path: Path) -> None:
 def test_directory_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It is said once, and nothing fails."""
     (tmp_path / ".torchrun").write_text("in the way")
-    file = EventFile(str(tmp_path), 0)
+    file = EventFile(tmp_path / ".torchrun", 0)
     file.add("queued")
     file.add("started")
     assert len(caplog.records) == 1

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 from conftest import APPS, HANG_S, Sweep, processes_with, send
+from omegaconf import OmegaConf
 from running import read_records
 
 from hydra_torchrun_launcher.batches import Batch, Waiting
@@ -448,14 +449,15 @@ def test_mistake_of_ours_at_a_jobs_end(tmp_path: Path) -> None:
     """It is what is raised, and every job's events end, with that job's own error."""
 
     def make(waiting: Waiting) -> Any:
-        begun = Begun(waiting.number, None, "", {"SECRET": "x"}, "", None)  # type: ignore[arg-type]
+        config = OmegaConf.create()
+        begun = Begun(waiting.number, config, "", {"SECRET": "x"}, "", None)  # type: ignore[arg-type]
         assert "SECRET" not in repr(begun)
         return SimpleNamespace(begin=lambda _: begun)
 
     jobs = BrokenJobs()
     sweep = SimpleNamespace(failed_fast=None, make=make, log_as_sweep=lambda: None)
     watch = SimpleNamespace(received=None)
-    waiting = [Waiting(number, [], EventFile(str(tmp_path), number)) for number in (0, 1)]
+    waiting = [Waiting(number, [], EventFile(tmp_path / ".torchrun", number)) for number in (0, 1)]
     with pytest.raises(RuntimeError, match="our mistake"):
         Batch(sweep, jobs, watch).run(waiting)  # type: ignore[arg-type]
     for number in (0, 1):
@@ -505,7 +507,13 @@ def test_signal_while_devices_are_counted(sweep: Start, start: Start, tmp_path: 
 
 def sharing(**changes: Any) -> Sharing:
     usual = Sharing(
-        n_jobs=2, devices=None, jobs_per_device=1, fail_fast=False, dry_run=False, debug_rank=None
+        n_jobs=2,
+        devices=None,
+        jobs_per_device=1,
+        fail_fast=False,
+        resume=False,
+        dry_run=False,
+        debug_rank=None,
     )
     return replace(usual, **changes)
 

@@ -19,10 +19,11 @@ from hydra_torchrun_launcher.errors import (
     first_line,
     refused,
 )
-from hydra_torchrun_launcher.events import EventFile, cause
+from hydra_torchrun_launcher.events import EventFile, about, cause
 from hydra_torchrun_launcher.hydra_job import HydraJob
 from hydra_torchrun_launcher.outcomes import Ended
 from hydra_torchrun_launcher.plans import Begun
+from hydra_torchrun_launcher.resume import Completed, mark
 from hydra_torchrun_launcher.runner import JobRunner
 from hydra_torchrun_launcher.signals import SignalWatch
 from hydra_torchrun_launcher.slots import Share
@@ -42,6 +43,8 @@ class Waiting:
     """How many it has per node; 0 where nothing is lent and it does not matter."""
     config: Any = None
     """Its composed config, where that had to be looked at."""
+    before: Completed | None = None
+    """How it completed in an earlier run, if that is taken over."""
 
 
 @dataclass
@@ -72,6 +75,9 @@ class Sweep(Protocol):
 
     def make(self, waiting: Waiting) -> HydraJob:
         """Compose a job, if it is not yet."""
+
+    def take_over(self, waiting: Waiting, before: Completed) -> JobReturn:
+        """Return the result of a job that has completed before."""
 
     def finish(self, job: HydraJob, ended: Ended) -> JobReturn:
         """Do what comes after a job."""
@@ -104,9 +110,14 @@ class Batch:
         The largest of those that wait go first, and smaller ones take what is left. So a large job
         waits only for others of its size or larger, each of which gives back enough for it.
         """
-        for job in jobs:
-            job.events.add("queued", overrides=list(job.overrides))
-        waiting = sorted(jobs, key=lambda job: -job.ranks)  # in their own order where alike
+        # What is taken over is noted before anything else is written to the jobs' files.
+        for job in sorted(jobs, key=lambda job: job.before is None):
+            if job.before is not None:
+                self._returns[job.number] = self._sweep.take_over(job, job.before)
+            else:
+                job.events.add("queued", overrides=list(job.overrides))
+        waiting = [job for job in jobs if job.before is None]
+        waiting.sort(key=lambda job: -job.ranks)  # in their own order where alike
         try:
             while True:
                 waiting = self._start_those_that_fit(waiting)
@@ -159,6 +170,7 @@ class Batch:
             self._fail_fast(f"job #{number}", error)
             return None
         self._sweep.log_as_sweep()
+        waiting.events.about = about(waiting.overrides, mark(begun.config), begun.output_dir)
         facts = {"output_dir": begun.output_dir, "devices": share.devices, "cores": share.cores}
         tries = Tries(begun.name)
         self._running[begun] = _Running(job, share, waiting.events, facts, tries, time.monotonic())
@@ -166,8 +178,9 @@ class Batch:
 
     def _end_before(self, waiting: Waiting, job: HydraJob, error: Exception) -> None:
         """Note a job that ends before it has begun."""
-        waiting.events.ended(Ended(error=error), seconds=0)
-        self._returns[waiting.number] = job.not_begun(error)
+        ended = Ended(error=error)
+        waiting.events.ended(ended, seconds=0)
+        self._returns[waiting.number] = job.not_run(ended)
 
     def _go_on(self, begun: Begun, ended: Ended | None = None) -> None:
         """Start a job, again if it may run again; note its end if it has come."""

@@ -141,6 +141,10 @@ class TorchrunConf:
     retries: int = 0
     """How often a job that failed runs again, in new processes."""
 
+    resume: bool = False
+    """Take over what has completed in the sweep's directory with the same overrides and config, and
+    run the rest. One value for the sweep."""
+
     timeout_s: float | None = None
     """Seconds that a job may take, from the start of its processes; then it is ended and has
     failed, and its ranks' Python stacks are in their logs. Each retry has the whole time. Null: no

@@ -4,10 +4,12 @@ the launching process). The schema is in docs/events.md.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,16 +36,18 @@ _LONGEST_TEXT = 4000
 class EventFile:
     """A job's events; nobody else writes to the file while the sweep runs."""
 
-    def __init__(self, sweep_dir: str | None, number: int) -> None:
+    def __init__(self, folder: Path | None, number: int) -> None:
         """Name the file.
 
         Args:
-            sweep_dir: the sweep's directory; None: nothing is written.
+            folder: where it is; None: nothing is written.
             number: the job's number.
         """
-        self._path = None if sweep_dir is None else Path(sweep_dir, FOLDER, f"{number}.jsonl")
+        self._path = None if folder is None else folder / f"{number}.jsonl"
         self._number = number
         self._is_said = False
+        self.about: dict[str, Any] = {}
+        """What the job is known by when it has completed: overrides, config, output_dir."""
 
     def add(self, event: str, **facts: Any) -> None:
         """Write an event, whole, at the end; what cannot be written is said and costs nothing."""
@@ -74,10 +78,32 @@ class EventFile:
         """
         took = {"retry": retry, "seconds": round(seconds, 3)}
         if ended.error is None:
-            self.add("completed", **_value(ended.value), **took)
+            facts = {**_value(ended.value), **self.about}
+            sealed = seal({"job": self._number, **facts})
+            self.add("completed", **facts, seal=sealed, **took)
         else:
             event = "stopped" if isinstance(ended.error, STOPPED) else "failed"
             self.add(event, **cause(ended), **took)
+
+
+def about(overrides: Sequence[str], config: str, output_dir: str) -> dict[str, Any]:
+    """Return what a job that has completed is known by.
+
+    Args:
+        overrides: its overrides.
+        config: the mark of its config.
+        output_dir: where its files are.
+    """
+    return {"overrides": list(overrides), "config": config, "output_dir": output_dir}
+
+
+_SEALED = ("job", "ran_as", "overrides", "config", "output_dir", "value", "type")
+
+
+def seal(event: dict[str, Any]) -> str:
+    """Return what tells whether a completed job's event is as it was written: a hash of it."""
+    facts = [event.get(name) for name in _SEALED]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _line_end(fd: int) -> bytes:
@@ -105,7 +131,21 @@ def _value(value: Any) -> dict[str, Any]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a file's last run; lines that are not whole are left out.
+    """Return the events of a file's last run, as `read_all` does those of all."""
+    events: list[dict[str, Any]] = []
+    for event in read_all(path):
+        events = [event] if event["event"] == "queued" else [*events, event]
+    return events
+
+
+def _is_whole(event: dict[str, Any]) -> bool:
+    """Tell whether an event has what each has: somebody may have edited it."""
+    numbers = type(event.get("job")) is int and isinstance(event.get("time"), float | int)
+    return numbers and isinstance(event.get("event"), str)
+
+
+def read_all(path: Path) -> list[dict[str, Any]]:
+    """Return the events of a file; lines that are not whole are left out.
 
     Args:
         path: the file; one that is not there has no events.
@@ -114,10 +154,10 @@ def read(path: Path) -> list[dict[str, Any]]:
         lines = path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
         return []
-    events: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
     for line in lines:
         with suppress(ValueError):
             event = json.loads(line)
-            if isinstance(event, dict) and event.get("v") == VERSION and "event" in event:
-                events = [event] if event["event"] == "queued" else [*events, event]
-    return events
+            if isinstance(event, dict) and event.get("v") == VERSION and _is_whole(event):
+                found.append(event)
+    return found

@@ -102,8 +102,13 @@ class HydraJob:
         output_dir = str(self.config.hydra.runtime.output_dir)
         return Begun(number, self.config, output_dir, environ, self._working_dir, work)
 
-    def not_begun(self, error: BaseException) -> JobReturn:
-        """Return the JobReturn of a job for which there is no directory: nothing was called."""
+    def not_run(self, ended: Ended, working_dir: str | None = None) -> JobReturn:
+        """Return the JobReturn of a job for which nothing was called, callbacks neither.
+
+        Args:
+            ended: how it ended, before it began or in an earlier run.
+            working_dir: where it was then.
+        """
         task_config = copy.deepcopy(self.config)
         with read_write(task_config), open_dict(task_config):
             del task_config["hydra"]
@@ -112,10 +117,10 @@ class HydraJob:
             overrides=overrides,  # type: ignore[arg-type]
             cfg=task_config,
             hydra_cfg=OmegaConf.create({"hydra": self.config.hydra}),
-            working_dir=None,
+            working_dir=working_dir,
             task_name=str(JobRuntime.instance().get("name")),
-            status=JobStatus.FAILED,
-            _return_value=error,
+            status=JobStatus.COMPLETED if ended.error is None else JobStatus.FAILED,
+            _return_value=ended.value if ended.error is None else ended.error,
         )
 
     def finish(self, ended: Ended) -> JobReturn:

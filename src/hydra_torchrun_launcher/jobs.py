@@ -7,17 +7,20 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hydra.core.utils import JobReturn, configure_log, setup_globals
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, configure_log, filter_overrides, setup_globals
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import open_dict
 
 from hydra_torchrun_launcher import dry_run
 from hydra_torchrun_launcher.batches import Batch, Waiting
+from hydra_torchrun_launcher.claims import Claim
 from hydra_torchrun_launcher.errors import (
     JobStoppedError,
     SettingsError,
@@ -25,10 +28,11 @@ from hydra_torchrun_launcher.errors import (
     refused,
     signal_name,
 )
-from hydra_torchrun_launcher.events import EventFile
+from hydra_torchrun_launcher.events import FOLDER, EventFile, about
 from hydra_torchrun_launcher.guard import TASK
 from hydra_torchrun_launcher.hydra_job import HydraJob, share_settings
 from hydra_torchrun_launcher.outcomes import Ended
+from hydra_torchrun_launcher.resume import Completed, Records, records_to_resume
 from hydra_torchrun_launcher.runner import JobRunner
 from hydra_torchrun_launcher.signals import SignalWatch
 
@@ -49,12 +53,30 @@ class SweepRunner:
         self._config = config
         self._shared: dict[str, Any] = {}
         self._jobs = JobRunner(config)
+        self._folder = self._record_folder()
+        self._records: Records | None = None
+        if self._jobs.is_resumed:
+            try:
+                self._records = records_to_resume(self._folder, config.hydra)
+            except StartError:
+                self._jobs.close()
+                raise
         self.failed_fast: tuple[str, str] | None = None
         """The job whose failure has ended the sweep (hydra.launcher.fail_fast), and its error."""
 
     def close(self) -> None:
-        """End what still runs, and the servers."""
+        """End what still runs, and the servers; leave the directory to others."""
         self._jobs.close()
+        if self._jobs.claim is not None:
+            self._jobs.claim.release()
+            self._jobs.claim = None
+
+    def _record_folder(self) -> Path | None:
+        """Return where the sweep's records are; None where the user wants no files of ours."""
+        directory = os.path.abspath(str(self._config.hydra.sweep.dir))
+        is_project = os.path.realpath(directory) == os.path.realpath(os.getcwd())
+        no_files = is_project and self._config.hydra.output_subdir is None
+        return None if no_files else Path(directory, FOLDER)
 
     def run(self, job_overrides: Sequence[Sequence[str]], first_number: int) -> list[JobReturn]:
         """Run jobs until all have ended.
@@ -74,6 +96,7 @@ class SweepRunner:
         self.log_as_sweep()
         try:
             Path(str(self._config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
+            self._claim()
         except OSError as problem:
             raise StartError(refused(problem)) from None
         count = len(job_overrides)
@@ -100,6 +123,13 @@ class SweepRunner:
             raise JobStoppedError(watch.received)  # where the user's handler lets the app go on
         return returns
 
+    def _claim(self) -> None:
+        """Keep other sweeps out of the directory."""
+        if self._folder is not None and self._jobs.claim is None and not self._jobs.is_dry:
+            name, directory = str(self._config.hydra.job.name), str(self._config.hydra.sweep.dir)
+            facts = {"app": name, "command": sys.orig_argv}
+            self._jobs.claim = Claim.take(self._folder, directory, facts)
+
     def _sized(
         self, job_overrides: Sequence[Sequence[str]], first_number: int, watch: SignalWatch
     ) -> list[Waiting]:
@@ -109,22 +139,73 @@ class SweepRunner:
             log.warning(lender.notice)
         jobs, problems = [], []
         for number, overrides in enumerate(job_overrides, first_number):
-            ranks, config = 0, None
+            ranks = 0
+            before, config = self._completed_before(number, overrides)
             try:
-                if lender.lends:
-                    config = self._compose(number, overrides)
+                if lender.lends and before is None:
+                    config = config or self._compose(number, overrides)
                     ranks = self._jobs.ranks(config, watch)
             except SettingsError as error:
                 problems += [f"job #{number}: {problem}" for problem in error.problems]
-            jobs.append(Waiting(number, overrides, self._events(number), ranks, config))
+            jobs.append(Waiting(number, overrides, self._events(number), ranks, config, before))
+        problems += self._collisions(jobs)
         if problems:
             raise SettingsError(problems)
         return jobs
+
+    def _completed_before(
+        self, number: int, overrides: Sequence[str]
+    ) -> tuple[Completed | None, Any]:
+        """Return how a job completed in an earlier run, and its config if it had to be composed."""
+        if self._records is None:
+            return None, None
+        config = self._compose(number, overrides) if self._records.of(overrides) else None
+        before, why = self._records.find(overrides, config)
+        if before is None:
+            log.info("Job #%d (%s) runs: %s", number, " ".join(overrides), why)
+        return before, config
+
+    def _collisions(self, jobs: Sequence[Waiting]) -> list[str]:
+        """Say which jobs would write where the results are that others take over."""
+        moved = {}
+        for job in jobs:
+            if job.before is not None:
+                there = os.path.realpath(job.before.output_dir)
+                if there != self._directory(job.config):  # else the user has them share one
+                    moved[there] = job
+        problems = []
+        for job in jobs if moved else ():
+            if job.before is None:
+                job.config = job.config or self._compose(job.number, job.overrides)
+                directory = self._directory(job.config)
+                other = moved.get(directory)
+                if other is not None:
+                    this, that = (" ".join(each.overrides) for each in (job, other))
+                    problems.append(
+                        f"job #{job.number} ({this}) would write to {directory}, where the result "
+                        f"of job #{other.number} ({that}) is: keep the order of the jobs and add "
+                        "new ones at the end, or set hydra.sweep.subdir by the overrides"
+                    )
+        return problems
+
+    def _directory(self, config: Any) -> str:
+        """Return where a job's files would be."""
+        before = HydraConfig.instance().cfg
+        HydraConfig.instance().set_config(config)
+        try:
+            sweep = config.hydra.sweep
+            return os.path.realpath(os.path.join(str(sweep.dir), str(sweep.subdir)))
+        finally:
+            HydraConfig.instance().cfg = before
 
     def _describe(self, jobs: Sequence[Waiting], watch: SignalWatch) -> NoReturn:
         """Say what the jobs would be, and leave: a sweeper would take values from them."""
         said = {}
         for job in sorted(jobs, key=lambda job: -job.ranks):  # as they would start
+            if job.before is not None:
+                overrides = " ".join(job.overrides)
+                said[job.number] = f"Job #{job.number}: {overrides}\n  has completed before"
+                continue
             config = job.config or self._compose(job.number, job.overrides)
             said[job.number] = self._jobs.describe(f"Job #{job.number}", config, watch)
         for _, text in sorted(said.items()):
@@ -136,11 +217,23 @@ class SweepRunner:
         raise SystemExit(0)
 
     def _events(self, number: int) -> EventFile:
-        """Return a job's events; none are written where the user wants no files of ours."""
-        directory = os.path.abspath(str(self._config.hydra.sweep.dir))
-        is_project = os.path.realpath(directory) == os.path.realpath(os.getcwd())
-        no_files = is_project and self._config.hydra.output_subdir is None
-        return EventFile(None if no_files else directory, number)
+        return EventFile(self._folder, number)
+
+    def take_over(self, waiting: Waiting, before: Completed) -> JobReturn:
+        """Return the result of a job that has completed before."""
+        log.info(
+            "\t#%d : %s (completed before, as job #%d)",
+            waiting.number, " ".join(filter_overrides(waiting.overrides)), before.ran_as,
+        )  # fmt: skip
+        ended = Ended(before.value)
+        if before.number != waiting.number:
+            waiting.events.add("queued", overrides=list(waiting.overrides))
+            waiting.events.about = {
+                **about(waiting.overrides, before.config, before.output_dir),
+                "ran_as": before.ran_as,
+            }
+            waiting.events.ended(ended, 0)
+        return self.make(waiting).not_run(ended, before.output_dir)
 
     def make(self, waiting: Waiting) -> HydraJob:
         """Compose a job, if it is not yet."""

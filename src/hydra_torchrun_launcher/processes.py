@@ -98,6 +98,21 @@ def kill_group(pid: int, signum: int) -> None:
         return
 
 
+def start_time(pid: int) -> float | None:
+    """Return when a process began, a number that no other process of its number has; None: gone.
+
+    On Linux it counts ticks since boot: psutil's time of day moves when the clock is set.
+    """
+    try:
+        if _LINUX:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                state, *others = file.read().rpartition(b")")[2].split()
+            return None if state in (b"Z", b"X") else float(others[18])
+        return float(psutil.Process(pid).create_time())
+    except (OSError, psutil.Error):
+        return None
+
+
 def status_of(pid: int) -> str:
     """Return what a process is at: running, sleeping, stopped, disk-sleep …"""
     try:

@@ -184,6 +184,7 @@ RULES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "devices": (_devices, "null, or names without doubles, as in [0,1] or [GPU-8f2c,GPU-91aa]"),
     "jobs_per_device": (_whole(1), "a number from 1"),
     "fail_fast": (bool, "true or false"),
+    "resume": (bool, "true or false"),
     "retries": (_whole(0), "a number from 0"),
     "timeout_s": (_seconds, "seconds above 0, or null"),
     "dry_run": (bool, "true or false"),

@@ -16,6 +16,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from hydra_torchrun_launcher import dry_run, freshness, machine, preconditions
+from hydra_torchrun_launcher.claims import Claim
 from hydra_torchrun_launcher.config import StartMethod
 from hydra_torchrun_launcher.errors import (
     JobStoppedError,
@@ -75,6 +76,8 @@ class JobRunner:
         self._pool = Pool(debug=settings.sharing.debug_rank is not None)
         self.signals = settings.signals
         """Names of the signals that stop the sweep."""
+        self.claim: Claim | None = None
+        """What is to show meanwhile that this process lives."""
         if settings.start_method is not StartMethod.fork and not settings.sharing.dry_run:
             preconditions.check_interpreter()
             preconditions.check_preload(settings.preload)
@@ -148,6 +151,11 @@ class JobRunner:
         return True
 
     @property
+    def is_resumed(self) -> bool:
+        """Whether what completed before is taken over."""
+        return self._settings.sharing.resume
+
+    @property
     def is_dry(self) -> bool:
         """Whether nothing is to be started."""
         return self._settings.sharing.dry_run
@@ -209,6 +217,9 @@ class JobRunner:
         servers = {run.server.pid: run.server for run in runs}.values()
         sources: list[Readable] = [watch, *runs, *(server.channel for server in servers)]
         waits = [run.wait_s for run in runs]
+        if self.claim is not None:
+            self.claim.beat()
+            waits.append(self.claim.beats_in_s)
         ready = wait_readable(sources, min((w for w in waits if w is not None), default=None))
         if watch in ready:
             watch.drain()
@@ -325,8 +336,8 @@ class JobRunner:
     def _ranks(self, settings: Settings, watch: SignalWatch) -> int:
         if settings.sharing != self._settings.sharing:
             problem = (
-                "hydra.launcher.n_jobs, devices, jobs_per_device and fail_fast are one for the "
-                f"whole sweep ({self._settings.sharing}); this job has {settings.sharing}"
+                "hydra.launcher.n_jobs, devices, jobs_per_device, fail_fast and resume are one for "
+                f"the whole sweep ({self._settings.sharing}); this job has {settings.sharing}"
             )
             raise SettingsError([problem])
         lender = self.lender(watch)

@@ -27,6 +27,7 @@ class Sharing:
         devices: names of the accelerators that may be lent; None for all that are seen.
         jobs_per_device: how many jobs may share one.
         fail_fast: whether a failed job ends the sweep.
+        resume: whether jobs that completed before are taken over.
         dry_run: whether nothing is to be started.
         debug_rank: the rank that has the terminal, or None.
     """
@@ -35,6 +36,7 @@ class Sharing:
     devices: tuple[str, ...] | None
     jobs_per_device: int
     fail_fast: bool
+    resume: bool
     dry_run: bool
     debug_rank: int | None
 

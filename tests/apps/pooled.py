@@ -52,7 +52,7 @@ def main(cfg: Any) -> Any:
         attempts=attempts,
         environ=dict(os.environ),
     )
-    return Unfit() if cfg.unfit else cfg.n
+    return Unfit() if cfg.unfit else complex(cfg.n, 1) if cfg.strange else cfg.n
 
 
 class WordlessError(ValueError):
