@@ -449,10 +449,9 @@ def test_mistake_of_ours_at_a_jobs_end(tmp_path: Path) -> None:
     """It is what is raised, and every job's events end, with that job's own error."""
 
     def make(waiting: Waiting) -> Any:
-        config = OmegaConf.create()
-        begun = Begun(waiting.number, config, "", {"SECRET": "x"}, "", None)  # type: ignore[arg-type]
+        begun = Begun(waiting.number, None, "", {"SECRET": "x"}, "", None)  # type: ignore[arg-type]
         assert "SECRET" not in repr(begun)
-        return SimpleNamespace(begin=lambda _: begun)
+        return SimpleNamespace(begin=lambda _: begun, config=OmegaConf.create())
 
     jobs = BrokenJobs()
     sweep = SimpleNamespace(failed_fast=None, make=make, log_as_sweep=lambda: None)

@@ -161,6 +161,7 @@ class Batch:
             self._end_before(waiting, job, FailFastError("not started", *self._sweep.failed_fast))
             return None
         log.info("\t#%d : %s", number, " ".join(filter_overrides(waiting.overrides)))
+        config = mark(job.config)  # before callbacks change it
         try:
             begun = job.begin(number)
         except OSError as problem:
@@ -170,7 +171,7 @@ class Batch:
             self._fail_fast(f"job #{number}", error)
             return None
         self._sweep.log_as_sweep()
-        waiting.events.about = about(waiting.overrides, mark(begun.config), begun.output_dir)
+        waiting.events.about = about(waiting.overrides, config, begun.output_dir)
         facts = {"output_dir": begun.output_dir, "devices": share.devices, "cores": share.cores}
         tries = Tries(begun.name)
         self._running[begun] = _Running(job, share, waiting.events, facts, tries, time.monotonic())
