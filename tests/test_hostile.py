@@ -147,13 +147,13 @@ def test_directory_that_the_task_removed(sweep: Run) -> None:
     assert [job["status"] for job in run.jobs()] == ["COMPLETED"]
 
 
-def test_two_sweeps_in_one_directory(sweep: Run) -> None:
-    """Two sweeps at once in one directory mix no files of ranks."""
-    first = sweep("hostile.py", "fault=speaks", "who=1", "hydra.launcher.redirects='1'")
-    where = f"hydra.sweep.dir={first.directory}"
-    second = sweep("hostile.py", "fault=speaks", "who=2", "hydra.launcher.redirects='1'", where)
+def test_two_sweeps_with_one_folder_for_logs(sweep: Run, tmp_path: Path) -> None:
+    """Two sweeps at once mix no files of ranks, though both write to one folder."""
+    logs = tmp_path / "logs"
+    settings = ("fault=speaks", "hydra.launcher.redirects='1'", f"hydra.launcher.log_dir={logs}")
+    first, second = (sweep("hostile.py", f"who={who}", *settings) for who in (1, 2))
     assert (first.wait().status, second.wait().status) == (0, 0), first.output + second.output
-    attempts = sorted((first.directory / "0/ranks").iterdir())
+    attempts = sorted((logs / "0").iterdir())
     assert [attempt.name for attempt in attempts] == ["attempt_0", "attempt_1"]
     said = [
         [(attempt / f"{rank}/stdout.log").read_text() for rank in (0, 1)] for attempt in attempts
