@@ -25,8 +25,14 @@ FAILING = {
     "closed_stderr": ("ValueError", "said nowhere"),
     "no_open": ("ValueError", "without open"),
     "fatal_reduce": ("RankFailedError", "Fatal: ends its process"),
-    "exiting_value": ("StartError", "cannot be rebuilt in the launching process: SystemExit: 9"),
-    "interrupting_value": ("StartError", "cannot be rebuilt in the launching process: Keyboard"),
+    "exiting_value": (
+        "UnsendableValueError",
+        "cannot be rebuilt in the launching process: SystemExit: 9",
+    ),
+    "interrupting_value": (
+        "UnsendableValueError",
+        "cannot be rebuilt in the launching process: Keyboard",
+    ),
 }
 
 

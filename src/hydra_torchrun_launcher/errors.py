@@ -57,7 +57,7 @@ class TransportError(LauncherError):
 
 
 class UnsendableValueError(LauncherError):
-    """The task function's return value cannot be pickled."""
+    """The task function's return value cannot be pickled, or cannot be rebuilt from that."""
 
 
 class JobStoppedError(LauncherError):

@@ -98,8 +98,6 @@ class JobRun:
         self._owns_server = owns_server
         self._has_completed = False
         self._failed_first = False
-        self.has_ranks = False
-        """Whether its ranks have been there."""
         self.restarts: list[str] = []
         """What failed in attempts that were followed by another."""
         self._failures: list[Failure] = []
@@ -284,7 +282,6 @@ class JobRun:
 
     def _note_start(self, message: dict[str, Any]) -> None:
         attempt, pids = message["attempt"], message["pids"]
-        self.has_ranks = True
         if attempt == 0:
             self._note("started", attempt=0, keeper=self._keeper_pid, pids=pids)
         else:

@@ -40,7 +40,7 @@ def _quotas(root: Path) -> Iterator[tuple[int, int]]:
     except OSError:
         groups = []
     for group in [*groups, "0::/", "1:cpu:/"]:
-        number, controllers, path = group.split(":", 2)
+        number, controllers, path = [*group.split(":", 2), "", ""][:3]
         is_second = number == "0" and not controllers
         if not is_second and "cpu" not in controllers.split(","):
             continue

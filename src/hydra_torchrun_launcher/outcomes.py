@@ -14,7 +14,7 @@ from typing import Any
 from hydra_torchrun_launcher.errors import (
     RankFailedError,
     RankPlace,
-    TransportError,
+    UnsendableValueError,
     describe_exit,
     printable,
     related,
@@ -24,7 +24,7 @@ from hydra_torchrun_launcher.job_files import ERROR, NO_LOG, STDERR, STDOUT
 from hydra_torchrun_launcher.wire import Fd, read_document
 
 
-def load_value(outcome: Fd) -> tuple[Any, TransportError | None]:
+def load_value(outcome: Fd) -> tuple[Any, UnsendableValueError | None]:
     """Return rank 0's value and None, or None and why it cannot be had here."""
     _, body = read_document(outcome.fileno())
     if not body:
@@ -36,7 +36,7 @@ def load_value(outcome: Fd) -> tuple[Any, TransportError | None]:
             "The task function's return value cannot be rebuilt in the launching process: "
             f"{type(error).__name__}: {error}"
         )
-        return None, TransportError(problem)
+        return None, UnsendableValueError(problem)
 
 
 def _has_content(file: Path) -> bool:

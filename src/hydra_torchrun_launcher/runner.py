@@ -213,7 +213,8 @@ class JobRunner:
         for run in runs:
             run.pass_on(watch)
         has_terminal = self._settings.sharing.debug_rank is not None
-        watch.interrupts_are_a_ranks = has_terminal and any(run.has_ranks for run in runs)
+        # From here on ranks may be there any moment, before a word of them can be.
+        watch.interrupts_are_a_ranks = has_terminal and any(run.server.ready for run in runs)
         servers = {run.server.pid: run.server for run in runs}.values()
         sources: list[Readable] = [watch, *runs, *(server.channel for server in servers)]
         waits = [run.wait_s for run in runs]
