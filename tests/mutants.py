@@ -158,6 +158,8 @@ MUTANTS = [
     Mutant("tails", "if self._is_stuck.passed and", "if False and", "test_pool.py::test_console_that_another_has_locked"),
     Mutant("jobs", "for job in sorted(jobs, key=lambda job: -job.ranks):", "for job in jobs:", "test_looking.py::test_dry_run_places_as_the_run_would"),
     Mutant("dry_run", "        sets |= {", "        _ = {", "test_looking.py::test_dry_run_with_virtual_local_rank"),
+    Mutant("jobs", "self._await_remains(self._folder)", "pass", "test_resume.py::test_ranks_that_outlive_their_launching_process"),
+    Mutant("claims", "                path.unlink()\n                raise", "                raise", "test_resume.py::test_claim_that_cannot_be_written"),
     Mutant("claims", "os.O_EXCL | ", "", "test_resume.py::test_two_sweeps_at_once"),
     Mutant("claims", "if is_own or not is_alive(facts, path):", "if True:", "test_resume.py::test_second_sweep_in_a_directory"),
     Mutant("claims", "< _SILENT_S", "< 0", "test_resume.py::test_sweep_of_another_machine"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -221,6 +222,35 @@ def test_killed_launching_process_that_nobody_waits_for(start: Start, tmp_path: 
     os.waitid(os.P_PID, first.popen.pid, os.WEXITED | os.WNOWAIT)
     assert start("n=1").wait().status == 0
     first.wait()
+
+
+def test_ranks_that_outlive_their_launching_process(start: Start, tmp_path: Path) -> None:
+    """The next sweep in the directory waits for them."""
+    settings = ("n=1", "hydra.launcher.shutdown_timeout=6", "hydra.launcher.nproc_per_node=2")
+    first = start(*settings, "stubborn=60", "hold=60")
+    first.await_file("../records/stubborn.0")
+    (keeper,) = first.processes("keeper")
+    send(first.popen)
+    second = start(*settings)
+    second.await_text("Waiting for what is left of the run before (1 jobs)")
+    second.await_text("#0 :")
+    assert not keeper.is_running()
+    assert second.wait().status == 0, second.output
+    first.wait()
+
+
+def test_claim_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is none."""
+
+    def refuse(fd: int, _: str) -> None:
+        os.close(fd)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fdopen", refuse)
+        with pytest.raises(OSError, match="No space"):
+            Claim.take(tmp_path, "there", {})
+    Claim.take(tmp_path, "there", {})
 
 
 def test_two_sweeps_at_once(start: Start, tmp_path: Path) -> None:

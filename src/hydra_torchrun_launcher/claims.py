@@ -63,8 +63,12 @@ class Claim:
                 fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             except FileExistsError:
                 continue  # another was faster: it is refused, or has ended already
-            with os.fdopen(fd, "w") as file:
-                file.write(json.dumps(own))
+            try:
+                with os.fdopen(fd, "w") as file:
+                    file.write(json.dumps(own))
+            except OSError:  # a full disk
+                path.unlink()
+                raise
             if last_number(folder) == mine:
                 return cls(path, own)
             path.unlink()  # others came and went meanwhile; the last of them counts

@@ -24,7 +24,12 @@ from hydra_torchrun_launcher.errors import (
     signal_name,
 )
 from hydra_torchrun_launcher.outcomes import Failure, describe, load_value
-from hydra_torchrun_launcher.processes import Deadline, flush_standard_streams, kill
+from hydra_torchrun_launcher.processes import (
+    Deadline,
+    flush_standard_streams,
+    kill,
+    start_time,
+)
 from hydra_torchrun_launcher.servers import Server
 from hydra_torchrun_launcher.signals import SignalWatch
 from hydra_torchrun_launcher.wire import Closed, Fd, channel_pair
@@ -282,13 +287,12 @@ class JobRun:
 
     def _note_start(self, message: dict[str, Any]) -> None:
         attempt, pids = message["attempt"], message["pids"]
+        keeper = {"keeper": self._keeper_pid, "keeper_start": start_time(self._keeper_pid or 0)}
         if attempt == 0:
-            self._note("started", attempt=0, keeper=self._keeper_pid, pids=pids)
+            self._note("started", attempt=0, pids=pids, **keeper)
         else:
             cause = self._failures[0].facts() if self._failures else None
-            self._note(
-                "restarted", attempt=attempt, keeper=self._keeper_pid, pids=pids, cause=cause
-            )
+            self._note("restarted", attempt=attempt, pids=pids, cause=cause, **keeper)
 
     @property
     def place(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, configure_log, filter_overrides, setup_globals
 from hydra.types import HydraContext, TaskFunction
@@ -32,11 +33,14 @@ from hydra_torchrun_launcher.events import FOLDER, EventFile, about
 from hydra_torchrun_launcher.guard import TASK
 from hydra_torchrun_launcher.hydra_job import HydraJob, share_settings
 from hydra_torchrun_launcher.outcomes import Ended
-from hydra_torchrun_launcher.resume import Completed, Records, records_to_resume
+from hydra_torchrun_launcher.resume import Completed, Records, records_to_resume, remains
 from hydra_torchrun_launcher.runner import JobRunner
 from hydra_torchrun_launcher.signals import SignalWatch
 
 log = logging.getLogger(__name__)
+
+_REMAINS_LEAVE_S = 120
+"""How long to wait for the ranks of a run whose launching process was killed."""
 
 
 class SweepRunner:
@@ -129,6 +133,25 @@ class SweepRunner:
             name, directory = str(self._config.hydra.job.name), str(self._config.hydra.sweep.dir)
             facts = {"app": name, "command": sys.orig_argv}
             self._jobs.claim = Claim.take(self._folder, directory, facts)
+            self._await_remains(self._folder)
+
+    def _await_remains(self, folder: Path) -> None:
+        """Wait for the ranks of an earlier run that was killed: they may write here until they go.
+
+        Raises:
+            StartError: they do not go.
+        """
+        left = remains(folder)
+        if left:
+            log.info("Waiting for what is left of the run before (%d jobs)", len(left))
+        _, alive = psutil.wait_procs(left, _REMAINS_LEAVE_S)
+        if alive:
+            pids = ", ".join(str(process.pid) for process in alive)
+            problem = (
+                f"{folder.parent}: jobs of the run before still run there {_REMAINS_LEAVE_S} s "
+                f"after their launching process ended (keeper processes {pids}): end them"
+            )
+            raise StartError(problem)
 
     def _sized(
         self, job_overrides: Sequence[Sequence[str]], first_number: int, watch: SignalWatch

@@ -13,15 +13,18 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import psutil
 from omegaconf import OmegaConf
 
 from hydra_torchrun_launcher import claims, events, tagged
 from hydra_torchrun_launcher.errors import StartError, TransportError
+from hydra_torchrun_launcher.processes import start_time
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,18 @@ def mark(config: Any) -> str:
 
 def _raw(config: Any) -> Any:
     return OmegaConf.to_container(config, resolve=False)
+
+
+def remains(folder: Path) -> list[psutil.Process]:
+    """Return the keepers of jobs whose launching process was killed: they end their ranks still."""
+    found = []
+    for path in folder.glob("*.jsonl"):
+        last = (events.read(path) or [{}])[-1]
+        pid, start = last.get("keeper"), last.get("keeper_start")
+        if type(pid) is int and start and start_time(pid) == start:
+            with suppress(psutil.Error):  # it has just gone
+                found.append(psutil.Process(pid))
+    return found
 
 
 def records_to_resume(folder: Path | None, hydra: Any) -> Records:
