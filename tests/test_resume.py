@@ -201,6 +201,20 @@ def test_record_cut_anywhere(tmp_path: Path) -> None:
         assert found is None or found.value == {"loss": 0.5}
 
 
+@pytest.mark.parametrize(
+    "edit", [{"ran_as": "x"}, {"value": [1]}, {"overrides": ["a=1"], "job": 1}]
+)
+def test_completed_event_that_was_edited(tmp_path: Path, edit: dict[str, Any]) -> None:
+    """Whatever stands in it, it is no result, and no crash."""
+    config = OmegaConf.create({"a": 1})
+    file = EventFile(tmp_path, 0)
+    file.about = events.about(["a=1"], mark(config), "there")
+    file.ended(Ended(value=0.5), 1.0)
+    path = tmp_path / "0.jsonl"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **edit}) + "\n")
+    assert Records(tmp_path).find(["a=1"], config) == (None, "its record has been changed")
+
+
 def test_second_sweep_in_a_directory(start: Start, tmp_path: Path) -> None:
     """It is refused while the first lives, however that was started, and not afterwards."""
     first = start("n=1", "hold=60")

@@ -97,7 +97,8 @@ class Claim:
 
 def identity() -> dict[str, Any]:
     """Return what tells this process from all others, on any machine."""
-    return {"pid": os.getpid(), "host": socket.gethostname(), **_place(), **_start(os.getpid())}
+    pid = os.getpid()
+    return {"pid": pid, "host": socket.gethostname(), "start": start_time(pid), **_place()}
 
 
 def _place() -> dict[str, Any]:
@@ -106,10 +107,6 @@ def _place() -> dict[str, Any]:
     space = "/proc/self/ns/pid"
     known = {"boot": boot.read_text().strip()} if boot.exists() else {"boot": platform.node()}
     return {**known, "space": os.readlink(space) if os.path.exists(space) else ""}
-
-
-def _start(pid: int) -> dict[str, Any]:
-    return {"start": start_time(pid)}
 
 
 def last_number(folder: Path) -> int | None:
@@ -136,7 +133,8 @@ def _read(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except (OSError, ValueError):  # half a file: its writer was killed, or is at it
         return {}
-    return found if isinstance(found, dict) and found.get("v") == VERSION else {}
+    is_ours = isinstance(found, dict) and found.get("v") == VERSION
+    return found if is_ours and {"pid", "host"} <= found.keys() else {}
 
 
 def is_alive(facts: dict[str, Any], path: Path) -> bool:

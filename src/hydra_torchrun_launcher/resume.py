@@ -120,7 +120,7 @@ def _completed(event: dict[str, Any]) -> Completed:
     number = event["job"]
     return Completed(
         number=number,
-        ran_as=int(event.get("ran_as", number)),
+        ran_as=event.get("ran_as", number),
         config=str(event.get("config")),
         output_dir=str(event.get("output_dir")),
         value=value,
