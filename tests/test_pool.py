@@ -319,6 +319,7 @@ def test_completed_job_stays_so(start: Start, ranks: Any) -> None:
     assert run.status == 1
     assert [rank["job"] for rank in ranks()] == [0]
     assert (last_event(run, 0)["event"], last_event(run, 0).get("value")) == ("completed", 0)
+    assert "Job #0: stopped" not in run.output
     assert last_event(run, 1)["error"] == "JobTimeoutError"
 
 

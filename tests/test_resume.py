@@ -274,6 +274,26 @@ def test_two_sweeps_at_once(start: Start, tmp_path: Path) -> None:
     assert ran(tmp_path) == [0]
 
 
+def test_claims_at_one_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who claims what another has just taken is refused, and leaves its file as it is."""
+    looked = []
+    first = {"v": claims.VERSION, "pid": 1, "start": claims.start_time(1)}
+    rival = json.dumps({**claims.identity(), **first})
+
+    def last_number(folder: Path) -> int | None:
+        if not looked:  # the rival comes when we have seen that there is nobody
+            looked.append(folder)
+            (folder / "sweep.0.json").write_text(rival)
+            return None
+        return real(folder)
+
+    real = claims.last_number
+    monkeypatch.setattr(claims, "last_number", last_number)
+    with pytest.raises(StartError, match=r"process 1 on \S+ runs a sweep there"):
+        Claim.take(tmp_path, "there", {})
+    assert (tmp_path / "sweep.0.json").read_text() == rival
+
+
 @pytest.mark.parametrize(("silent_s", "is_refused"), [(60, True), (3600, False)])
 def test_sweep_of_another_machine(tmp_path: Path, silent_s: float, is_refused: bool) -> None:
     """A process that cannot be seen from here lives as long as it touches its file."""

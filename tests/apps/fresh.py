@@ -57,6 +57,12 @@ def exit_note(path: Path) -> None:
     path.with_suffix(".exited").touch()
 
 
+def until_joined(path: Path) -> None:
+    threading.main_thread().join()  # the interpreter has begun to wait for other threads
+    time.sleep(0.2)
+    path.with_suffix(".joined").touch()
+
+
 def until_terminated(path: Path) -> None:
     def leave(*_: Any) -> None:
         path.with_suffix(".terminated").touch()
@@ -73,7 +79,7 @@ def main(cfg: DictConfig) -> Any:
     output = Path(HydraConfig.get().runtime.output_dir)
     path = output / f"rank{os.environ['RANK']}.json"
     atexit.register(exit_note, path)
-    threading.Thread(target=lambda: (time.sleep(0.2), path.with_suffix(".joined").touch())).start()
+    threading.Thread(target=until_joined, args=(path,)).start()
     log.info("told by rank %s", os.environ["RANK"])
     print("printed by rank", os.environ["RANK"])
     size = OmegaConf.to_object(cfg.size)
