@@ -56,6 +56,8 @@ class _Running:
     events: EventFile
     facts: dict[str, Any]
     """What its first event says beside its processes."""
+    about: dict[str, Any]
+    """What it is known by when it has completed."""
     tries: Tries
     started: float
     ended: Ended | None = None
@@ -76,7 +78,7 @@ class Sweep(Protocol):
     def make(self, waiting: Waiting) -> HydraJob:
         """Compose a job, if it is not yet."""
 
-    def take_over(self, waiting: Waiting, before: Completed) -> JobReturn:
+    def result_before(self, waiting: Waiting, before: Completed) -> JobReturn:
         """Return the result of a job that has completed before."""
 
     def finish(self, job: HydraJob, ended: Ended) -> JobReturn:
@@ -112,10 +114,9 @@ class Batch:
         """
         # What is taken over is noted before anything else is written to the jobs' files.
         for job in sorted(jobs, key=lambda job: job.before is None):
+            job.events.add("queued", overrides=list(job.overrides))
             if job.before is not None:
-                self._returns[job.number] = self._sweep.take_over(job, job.before)
-            else:
-                job.events.add("queued", overrides=list(job.overrides))
+                self._take_over(job, job.before)
         waiting = [job for job in jobs if job.before is None]
         waiting.sort(key=lambda job: -job.ranks)  # in their own order where alike
         try:
@@ -129,6 +130,14 @@ class Batch:
             self._end_all(error)
             raise
         return [self._returns[number] for number in sorted(self._returns)]
+
+    def _take_over(self, waiting: Waiting, before: Completed) -> None:
+        number, overrides = waiting.number, waiting.overrides
+        shown = " ".join(filter_overrides(overrides))
+        log.info("\t#%d : %s (completed before, as job #%d)", number, shown, before.ran_as)
+        known = about(overrides, before.config, before.output_dir)
+        waiting.events.ended(Ended(before.value), 0, {**known, "ran_as": before.ran_as})
+        self._returns[number] = self._sweep.result_before(waiting, before)
 
     def _start_those_that_fit(self, waiting: Sequence[Waiting]) -> list[Waiting]:
         """Start jobs as long as there is room, and return those that wait still."""
@@ -171,10 +180,12 @@ class Batch:
             self._fail_fast(f"job #{number}", error)
             return None
         self._sweep.log_as_sweep()
-        waiting.events.about = about(waiting.overrides, config, begun.output_dir)
+        known = about(waiting.overrides, config, begun.output_dir)
         facts = {"output_dir": begun.output_dir, "devices": share.devices, "cores": share.cores}
         tries = Tries(begun.name)
-        self._running[begun] = _Running(job, share, waiting.events, facts, tries, time.monotonic())
+        self._running[begun] = _Running(
+            job, share, waiting.events, facts, known, tries, time.monotonic()
+        )
         return begun
 
     def _end_before(self, waiting: Waiting, job: HydraJob, error: Exception) -> None:
@@ -215,7 +226,7 @@ class Batch:
         """Note the end of a job that ran; return it with what is said of its tries."""
         running = self._running.pop(begun)
         self._lender.give_back(running.share)
-        running.events.ended(ended, running.seconds, retry=running.tries.number)
+        running.events.ended(ended, running.seconds, running.about, running.tries.number)
         return running.tries.all_with(ended)
 
     def _fail_fast(self, name: str, error: BaseException) -> None:

@@ -55,9 +55,9 @@ class Claim:
         while True:
             number = last_number(folder)
             if number is not None:
-                _refuse_if_alive(_path(folder, number), sweep_dir)
+                _refuse_if_alive(path_of(folder, number), sweep_dir)
             mine = 0 if number is None else number + 1
-            path = _path(folder, mine)
+            path = path_of(folder, mine)
             own = {"v": VERSION, **identity(), "started": time.time(), "ended": None, **facts}
             try:
                 fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -116,7 +116,8 @@ def last_number(folder: Path) -> int | None:
     return max((int(number) for number in numbers if number.isdecimal()), default=None)
 
 
-def _path(folder: Path, number: int) -> Path:
+def path_of(folder: Path, number: int) -> Path:
+    """Return the name of a sweep's file."""
     return folder / f"{_PREFIX}{number}{_SUFFIX}"
 
 
@@ -125,7 +126,7 @@ def read(folder: Path | None) -> dict[str, Any]:
     if folder is None or not folder.is_dir():
         return {}
     number = last_number(folder)
-    return {} if number is None else _read(_path(folder, number))
+    return {} if number is None else _read(path_of(folder, number))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -150,6 +150,11 @@ class TorchrunConf:
     failed, and its ranks' Python stacks are in their logs. Each retry has the whole time. Null: no
     limit."""
 
+    progress: str = "auto"
+    """What is shown of a running sweep: `plain`: a line for each job that has completed; `auto`: on
+    a terminal also a table of its jobs, below all other output; `none`: neither. One value for the
+    sweep."""
+
     dry_run: bool = False
     """Say what each job would be, and start none."""
 

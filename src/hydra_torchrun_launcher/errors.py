@@ -52,6 +52,10 @@ class StartError(LauncherError):
     """A process of ours could not be started, or was lost before it could report."""
 
 
+class LookError(LauncherError):
+    """What somebody wants to look at is not there: what, and what is."""
+
+
 class TransportError(LauncherError):
     """Something cannot be sent to the ranks: what, why, and what to do."""
 

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,29 +31,36 @@ FOLDER = ".torchrun"
 VERSION = 1
 """Of the schema: raised when an event or a field changes its meaning, not when one is added."""
 _LONGEST_TEXT = 4000
+_UNKNOWN: Mapping[str, Any] = {}
 
 
 class EventFile:
     """A job's events; nobody else writes to the file while the sweep runs."""
 
-    def __init__(self, folder: Path | None, number: int) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        number: int,
+        show: Callable[[dict[str, Any]], None] = lambda _: None,
+    ) -> None:
         """Name the file.
 
         Args:
             folder: where it is; None: nothing is written.
             number: the job's number.
+            show: is told each event, too.
         """
         self._path = None if folder is None else folder / f"{number}.jsonl"
         self._number = number
+        self._show = show
         self._is_said = False
-        self.about: dict[str, Any] = {}
-        """What the job is known by when it has completed: overrides, config, output_dir."""
 
     def add(self, event: str, **facts: Any) -> None:
         """Write an event, whole, at the end; what cannot be written is said and costs nothing."""
+        head = {"v": VERSION, "event": event, "time": time.time(), "job": self._number}
+        self._show({**head, **facts})
         if self._path is None:
             return
-        head = {"v": VERSION, "event": event, "time": time.time(), "job": self._number}
         line = json.dumps({**head, **facts}).encode() + b"\n"
         try:
             self._path.parent.mkdir(exist_ok=True)
@@ -68,17 +75,20 @@ class EventFile:
                 log.warning("%s: %s; the job goes on", self._path, refused(problem))
             self._is_said = True
 
-    def ended(self, ended: Ended, seconds: float, retry: int = 0) -> None:
+    def ended(
+        self, ended: Ended, seconds: float, about: Mapping[str, Any] = _UNKNOWN, retry: int = 0
+    ) -> None:
         """Write how the job ended.
 
         Args:
             ended: how its last try did.
             seconds: how long it ran, with all its tries.
+            about: what it is known by if it has completed, as `about` has it.
             retry: the number of the last try.
         """
         took = {"retry": retry, "seconds": round(seconds, 3)}
         if ended.error is None:
-            facts = {**_value(ended.value), **self.about}
+            facts = {**_value(ended.value), **about}
             sealed = seal({"job": self._number, **facts})
             self.add("completed", **facts, seal=sealed, **took)
         else:

@@ -28,6 +28,13 @@ def claim_attempt(root: Path) -> Path:
             return root / f"attempt_{number}"
 
 
+def last_attempt(root: Path) -> Path | None:
+    """Return the folder of the last attempt that is there, or None."""
+    names = os.listdir(root) if root.is_dir() else ()
+    last = max(map(_number, names), default=-1)
+    return root / f"attempt_{last}" if last >= 0 else None
+
+
 def _number(name: str) -> int:
     digits = name.removeprefix("attempt_")
     return int(digits) if digits != name and digits.isdecimal() else -1

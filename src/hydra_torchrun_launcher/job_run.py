@@ -286,13 +286,17 @@ class JobRun:
                 log.warning("%s: %s", self._name, describe("stuck", message, None))
 
     def _note_start(self, message: dict[str, Any]) -> None:
-        attempt, pids = message["attempt"], message["pids"]
-        keeper = {"keeper": self._keeper_pid, "keeper_start": start_time(self._keeper_pid or 0)}
+        attempt = message["attempt"]
+        processes = {
+            **{name: message[name] for name in ("pids", "folders")},
+            "keeper": self._keeper_pid,
+            "keeper_start": start_time(self._keeper_pid or 0),
+        }
         if attempt == 0:
-            self._note("started", attempt=0, pids=pids, **keeper)
+            self._note("started", attempt=0, **processes)
         else:
             cause = self._failures[0].facts() if self._failures else None
-            self._note("restarted", attempt=attempt, pids=pids, cause=cause, **keeper)
+            self._note("restarted", attempt=attempt, cause=cause, **processes)
 
     @property
     def place(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import psutil
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobReturn, configure_log, filter_overrides, setup_globals
+from hydra.core.utils import JobReturn, configure_log, setup_globals
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import open_dict
 
@@ -29,7 +29,7 @@ from hydra_torchrun_launcher.errors import (
     refused,
     signal_name,
 )
-from hydra_torchrun_launcher.events import FOLDER, EventFile, about
+from hydra_torchrun_launcher.events import FOLDER, EventFile
 from hydra_torchrun_launcher.guard import TASK
 from hydra_torchrun_launcher.hydra_job import HydraJob, share_settings
 from hydra_torchrun_launcher.outcomes import Ended
@@ -112,7 +112,8 @@ class SweepRunner:
                 jobs = self._sized(job_overrides, first_number, watch)
                 if self._jobs.is_dry:
                     self._describe(jobs, watch)
-                returns = Batch(self, self._jobs, watch).run(jobs)
+                with self._jobs.progress.shown():
+                    returns = Batch(self, self._jobs, watch).run(jobs)
         except BaseException:
             self.close()
             raise
@@ -183,7 +184,7 @@ class SweepRunner:
         if self._records is None:
             return None, None
         config = self._compose(number, overrides) if self._records.of(overrides) else None
-        before, why = self._records.find(overrides, config)
+        before, why = self._records.find(number, overrides, config)
         if before is None:
             log.info("Job #%d (%s) runs: %s", number, " ".join(overrides), why)
         return before, config
@@ -240,23 +241,11 @@ class SweepRunner:
         raise SystemExit(0)
 
     def _events(self, number: int) -> EventFile:
-        return EventFile(self._folder, number)
+        return EventFile(self._folder, number, self._jobs.progress.take_in)
 
-    def take_over(self, waiting: Waiting, before: Completed) -> JobReturn:
+    def result_before(self, waiting: Waiting, before: Completed) -> JobReturn:
         """Return the result of a job that has completed before."""
-        log.info(
-            "\t#%d : %s (completed before, as job #%d)",
-            waiting.number, " ".join(filter_overrides(waiting.overrides)), before.ran_as,
-        )  # fmt: skip
-        ended = Ended(before.value)
-        if before.number != waiting.number:
-            waiting.events.add("queued", overrides=list(waiting.overrides))
-            waiting.events.about = {
-                **about(waiting.overrides, before.config, before.output_dir),
-                "ran_as": before.ran_as,
-            }
-            waiting.events.ended(ended, 0)
-        return self.make(waiting).not_run(ended, before.output_dir)
+        return self.make(waiting).not_run(Ended(before.value), before.output_dir)
 
     def make(self, waiting: Waiting) -> HydraJob:
         """Compose a job, if it is not yet."""

@@ -185,8 +185,10 @@ class Ranks:
     def tell_if_all_are_there(self) -> None:
         """Tell the launching process of the attempt's processes once all have been forked."""
         if len(self._ranks) == self._count:
-            pids = [rank.pid for rank in self._ranks]
-            self._tell({"op": "ranks", "attempt": self._attempt, "pids": pids})
+            ranks = sorted(self._ranks, key=lambda rank: rank.global_rank)
+            pids, folders = [rank.pid for rank in ranks], [rank.folder for rank in ranks]
+            told = {"op": "ranks", "attempt": self._attempt, "pids": pids, "folders": folders}
+            self._tell(told)
 
     def alive(self) -> list[Rank]:
         """Return those that have not ended."""

@@ -87,10 +87,13 @@ class Records:
         """Return what has completed with these overrides, the last first."""
         return self._completed.get(tuple(overrides), [])[::-1]
 
-    def find(self, overrides: Sequence[str], config: Any) -> tuple[Completed | None, str]:
+    def find(
+        self, number: int, overrides: Sequence[str], config: Any
+    ) -> tuple[Completed | None, str]:
         """Return what a job takes over, or None and why it has to run.
 
         Args:
+            number: the job's: of several that are alike, it takes its own.
             overrides: the job's.
             config: its composed config; None where nothing has completed with its overrides.
         """
@@ -99,6 +102,7 @@ class Records:
             is_known = tuple(overrides) in self._known
             return None, "no result of it is there" if is_known else "it is new"
         alike = [each for each in found if each.config == mark(config)]
+        alike.sort(key=lambda each: each.number != number)
         fit = next((each for each in alike if not each.problem), None)
         if fit is not None:
             return fit, ""

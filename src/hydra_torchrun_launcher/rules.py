@@ -45,6 +45,11 @@ def _nodes(value: Any) -> tuple[int, int] | None:
     return int(least), int(most or least)
 
 
+def _kind_of_progress(value: Any) -> str:
+    _require(value in {"auto", "plain", "none"})
+    return str(value)
+
+
 def _interval(value: Any) -> float:
     _require(0 < value <= _DAY_S)
     return float(value)
@@ -187,6 +192,7 @@ RULES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "resume": (bool, "true or false"),
     "retries": (_whole(0), "a number from 0"),
     "timeout_s": (_seconds, "seconds above 0, or null"),
+    "progress": (_kind_of_progress, "auto, plain or none"),
     "dry_run": (bool, "true or false"),
     "debug_rank": (_whole(0, optional=True), "a rank's number, or null"),
     "extra": (_extra, "fields that have no setting here; not " + ", ".join(sorted(_OURS))),

@@ -31,8 +31,9 @@ from hydra_torchrun_launcher.outcomes import Ended
 from hydra_torchrun_launcher.payload import Program, Work, pack
 from hydra_torchrun_launcher.plans import Begun, Surroundings, job_plan, with_thread_limit
 from hydra_torchrun_launcher.processes import open_standard_streams
+from hydra_torchrun_launcher.progress import Progress
 from hydra_torchrun_launcher.servers import Pool, Server
-from hydra_torchrun_launcher.settings import Settings, read
+from hydra_torchrun_launcher.settings import Settings, Sharing, read
 from hydra_torchrun_launcher.signals import SignalWatch
 from hydra_torchrun_launcher.slots import Accelerators, Share
 from hydra_torchrun_launcher.tries import Tries
@@ -78,6 +79,8 @@ class JobRunner:
         """Names of the signals that stop the sweep."""
         self.claim: Claim | None = None
         """What is to show meanwhile that this process lives."""
+        self.progress = Progress(self._kind_of_progress(settings.sharing))
+        """What shows meanwhile how far the jobs are."""
         if settings.start_method is not StartMethod.fork and not settings.sharing.dry_run:
             preconditions.check_interpreter()
             preconditions.check_preload(settings.preload)
@@ -86,6 +89,10 @@ class JobRunner:
     def _read(self, config: Any, environ: Mapping[str, str]) -> Settings:
         settings = read(config, environ)
         return settings.of_single_run() if self._is_single else settings
+
+    def _kind_of_progress(self, sharing: Sharing) -> str:
+        has_none = self._is_single or sharing.dry_run or sharing.debug_rank is not None
+        return "none" if has_none else sharing.progress
 
     def _environ_of_first(self, wanted: int | str) -> dict[str, str]:
         """Return the environment of most jobs' ranks, as far as it is known without torch."""
@@ -218,9 +225,10 @@ class JobRunner:
         servers = {run.server.pid: run.server for run in runs}.values()
         sources: list[Readable] = [watch, *runs, *(server.channel for server in servers)]
         waits = [run.wait_s for run in runs]
-        if self.claim is not None:
-            self.claim.beat()
-            waits.append(self.claim.beats_in_s)
+        for each in (self.claim, self.progress):
+            if each is not None:
+                each.beat()
+                waits.append(each.beats_in_s)
         ready = wait_readable(sources, min((w for w in waits if w is not None), default=None))
         if watch in ready:
             watch.drain()
@@ -337,8 +345,9 @@ class JobRunner:
     def _ranks(self, settings: Settings, watch: SignalWatch) -> int:
         if settings.sharing != self._settings.sharing:
             problem = (
-                "hydra.launcher.n_jobs, devices, jobs_per_device, fail_fast and resume are one for "
-                f"the whole sweep ({self._settings.sharing}); this job has {settings.sharing}"
+                "hydra.launcher.n_jobs, devices, jobs_per_device, fail_fast, resume and progress "
+                f"are one for the whole sweep ({self._settings.sharing}); this job has "
+                f"{settings.sharing}"
             )
             raise SettingsError([problem])
         lender = self.lender(watch)

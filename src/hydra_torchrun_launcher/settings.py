@@ -30,6 +30,7 @@ class Sharing:
         resume: whether jobs that completed before are taken over.
         dry_run: whether nothing is to be started.
         debug_rank: the rank that has the terminal, or None.
+        progress: what is shown of the sweep.
     """
 
     n_jobs: int | None
@@ -39,6 +40,7 @@ class Sharing:
     resume: bool
     dry_run: bool
     debug_rank: int | None
+    progress: str
 
     @property
     def lends(self) -> bool:

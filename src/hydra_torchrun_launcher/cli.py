@@ -1,0 +1,155 @@
+"""The command `hydra-torchrun`: looks at a sweep's directory, while it runs or afterwards (runs in
+the user's shell).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from hydra_torchrun_launcher import job_logs, report, tables
+from hydra_torchrun_launcher.errors import LookError, printable
+from hydra_torchrun_launcher.sweep_state import Reader, SweepState
+
+_LOOK_S = 1.0
+"""Between two looks at a sweep's directory."""
+_JSON_VERSION = 1
+_WIDE = 10_000
+"""Columns where no terminal cuts lines."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: its words; None: those of this process.
+
+    Returns:
+        0; 1 where what is asked for is not there. Wrong words end it with 2.
+    """
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` has had enough: leave, say nothing
+    chosen = _parser().parse_args(arguments)
+    try:
+        chosen.act(chosen)
+    except LookError as error:
+        return _refuse(str(error))
+    except OSError as error:
+        return _refuse(f"{error.filename or ''}: {error.strerror or error}".lstrip(": "))
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
+    return 0
+
+
+def _refuse(problem: str) -> int:
+    print(f"hydra-torchrun: {printable(problem)}", file=sys.stderr)  # noqa: T201 - its output
+    return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hydra-torchrun",
+        description="Look at a sweep that hydra/launcher=torchrun runs or ran.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    status = commands.add_parser("status", help="a table of the sweep's jobs")
+    status.add_argument("--json", action="store_true", help="as a JSON object")
+    status.add_argument("--watch", action="store_true", help="until the sweep has ended")
+    status.set_defaults(act=_status)
+    logs = commands.add_parser("logs", help="what a rank has written")
+    logs.add_argument("--job", type=int, required=True, help="the job's number, hydra.job.num")
+    logs.add_argument("--rank", type=int, default=0, help="the rank; default: 0")
+    logs.add_argument("--follow", action="store_true", help="go on until the job has ended")
+    logs.set_defaults(act=_logs)
+    page = commands.add_parser("report", help="a page for the browser, all in one file")
+    page.add_argument("-o", "--output", default="report.html", help="default: report.html")
+    page.set_defaults(act=_report)
+    for command in (status, logs, page):
+        command.add_argument("directory", metavar="SWEEP_DIR", help="hydra.sweep.dir")
+    return parser
+
+
+def _status(chosen: argparse.Namespace) -> None:
+    reader = Reader(chosen.directory)
+    if chosen.json:
+        _write(json.dumps(as_json(reader.read()), indent=2))
+        return
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDE
+    sweep = _watched(reader, console) if chosen.watch else reader.read()
+    with console.capture() as captured:
+        console.print(tables.table(sweep, time.time()))
+        if sweep.earlier:
+            console.print(Text(f"jobs of earlier sweeps there: {len(sweep.earlier)}", "dim"))
+    _write("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def _watched(reader: Reader, console: Console) -> SweepState:
+    """Show a sweep until it does not run any more."""
+    if not console.is_terminal:
+        problem = "--watch needs a terminal; without --watch, or with --json, it says what is now"
+        raise LookError(problem)
+    with Live(console=console, auto_refresh=False, screen=True) as live:
+        while (sweep := reader.read()).state == "running":
+            live.update(tables.table(sweep, time.time(), console.height), refresh=True)
+            time.sleep(_LOOK_S)
+    return sweep
+
+
+def as_json(sweep: SweepState) -> dict[str, Any]:
+    """Return a sweep as `status --json` writes it."""
+    jobs = [
+        {name: value for name, value in asdict(job).items() if name not in {"spans", "keeper"}}
+        for job in sweep.jobs.values()
+    ]
+    for job in jobs:
+        job["job"] = job.pop("number")
+    head = {name: value for name, value in vars(sweep).items() if name not in {"jobs", "earlier"}}
+    return {"v": _JSON_VERSION, **head, "counts": sweep.counts(), "jobs": jobs}
+
+
+def _logs(chosen: argparse.Namespace) -> None:
+    reader = Reader(chosen.directory)
+    output = sys.stdout.buffer
+    logs = job_logs.JobLogs(reader, chosen.job, chosen.rank, follow=chosen.follow)
+    while True:
+        is_over = logs.is_over() or not chosen.follow
+        for data in logs.new():
+            output.write(data)
+        output.flush()
+        if is_over:
+            return
+        time.sleep(_LOOK_S / 5)
+
+
+def _report(chosen: argparse.Namespace) -> None:
+    page = report.page(Reader(chosen.directory).read(), time.time())
+    if chosen.output == "-":
+        _write(page)
+        return
+    unfinished = f"{chosen.output}.{os.getpid()}.unfinished"
+    try:
+        with open(unfinished, "w", encoding="utf-8") as file:
+            file.write(page)
+        os.replace(unfinished, chosen.output)
+    except OSError:
+        if os.path.exists(unfinished):
+            os.unlink(unfinished)
+        raise
+    _write(chosen.output)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(printable(text, sys.stdout.encoding) + "\n")

@@ -1,0 +1,103 @@
+"""What a rank of a sweep's job has written (used by the command line)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from hydra_torchrun_launcher.errors import LookError
+from hydra_torchrun_launcher.job_files import STDERR, STDOUT, last_attempt, rank_log_name
+from hydra_torchrun_launcher.sweep_state import JobState, Reader, SweepState
+
+_CHUNK = 1 << 16
+
+
+class JobLogs:
+    """The files of one rank, of the last attempt and of those that come."""
+
+    def __init__(self, reader: Reader, job: int, rank: int, *, follow: bool) -> None:
+        """Find them.
+
+        Args:
+            reader: reads the sweep's directory.
+            job: the job's number.
+            rank: the rank.
+            follow: whether files that are not there yet are waited for.
+
+        Raises:
+            LookError: there is no such job or rank, or it has left nothing.
+        """
+        self._reader = reader
+        self._number = job
+        self._rank = rank
+        self._offsets: dict[Path, int] = {}
+        self._last: Path | None = None
+        job_state, sweep = self._job()
+        if not (follow and _may_go_on(job_state, sweep)) and not self._files(job_state, sweep):
+            raise LookError(self._nothing(job_state))
+
+    def _job(self) -> tuple[JobState, SweepState]:
+        sweep = self._reader.read()
+        job = sweep.jobs.get(self._number) or sweep.earlier.get(self._number)
+        if job is None:
+            known = f"it has jobs {min(sweep.jobs)} to {max(sweep.jobs)}" if sweep.jobs else "none"
+            problem = f"{sweep.directory}: there is no job #{self._number} ({known})"
+            raise LookError(problem)
+        return job, sweep
+
+    def new(self) -> Iterator[bytes]:
+        """Yield what has been written since the last time."""
+        for path in self._files(*self._job()):
+            yield from self._news_of(path)
+
+    def is_over(self) -> bool:
+        """Tell whether nothing more will be written."""
+        return not _may_go_on(*self._job())
+
+    def _news_of(self, path: Path) -> Iterator[bytes]:
+        with path.open("rb") as file:
+            file.seek(self._offsets.get(path, 0))
+            while data := file.read(_CHUNK):
+                if self._last != path:
+                    yield f"{chr(10) if self._last else ''}==> {path} <==\n".encode()
+                    self._last = path
+                yield data
+            self._offsets[path] = file.tell()
+
+    def _files(self, job: JobState, sweep: SweepState) -> list[Path]:
+        """Return the rank's files; where its output went to the console, its Python log."""
+        folder = self._folder(job)
+        files = [folder / name for name in (STDOUT, STDERR)] if folder is not None else []
+        found = [path for path in files if path.exists()]
+        if not found and job.output_dir and sweep.app:
+            log = Path(job.output_dir, rank_log_name(f"{sweep.app}.log", self._rank, ""))
+            found = [log] if log.exists() else []
+        return found
+
+    def _folder(self, job: JobState) -> Path | None:
+        if job.folders:
+            if self._rank >= len(job.folders) or self._rank < 0:
+                problem = (
+                    f"job #{job.number} has no rank {self._rank}; it has ranks 0 to "
+                    f"{len(job.folders) - 1}"
+                )
+                raise LookError(problem)
+            folder = job.folders[self._rank]
+            return Path(folder) if folder is not None else None
+        # It was taken over from another run, or an older version has written it down.
+        attempt = last_attempt(Path(job.output_dir, "ranks")) if job.output_dir else None
+        return attempt / str(self._rank) if attempt is not None else None
+
+    def _nothing(self, job: JobState) -> str:
+        if not job.output_dir:
+            return f"job #{job.number} has not started: it has written nothing"
+        there = f" in {job.output_dir}" if os.path.isdir(job.output_dir) else ""
+        return (
+            f"rank {self._rank} of job #{job.number} has left no file{there}: its output went to "
+            f"the console (hydra.launcher.tee=3 keeps a copy)"
+        )
+
+
+def _may_go_on(job: JobState, sweep: SweepState) -> bool:
+    return sweep.state == "running" and job.state in {"running", "queued"}

@@ -1,0 +1,163 @@
+"""Shows a running sweep to the person who waits for it: a line for each job that completes, and on
+a terminal a table below all other output (runs in the launching process). It decides nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import select
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hydra_torchrun_launcher.sweep_state import SweepState
+
+log = logging.getLogger(__name__)
+
+_FRAME_S = 1.0
+"""Between two pictures of the table: its times are in seconds."""
+_HIGHEST = 12
+"""Lines that the table takes at most, and no more than a third of the terminal."""
+_LOWEST = 4
+
+
+class Progress:
+    """What a person sees of a sweep."""
+
+    def __init__(self, kind: str) -> None:
+        """Show nothing yet.
+
+        Args:
+            kind: as the setting `hydra.launcher.progress`: `auto`, `plain` or `none`.
+        """
+        self._is_told = kind != "none"
+        self._has_table = kind == "auto" and _is_terminal()
+        self._sweep = SweepState("", started=time.time())
+        self._footer: _Footer | None = None
+        self._drawn_at = 0.0
+
+    def take_in(self, event: dict[str, Any]) -> None:
+        """Show what has happened to a job."""
+        if self._is_told:
+            self._sweep.take_in(event)
+            if event["event"] == "completed" and "ran_as" not in event:
+                self._tell(event["job"])
+
+    def _tell(self, number: int) -> None:
+        from hydra_torchrun_launcher import tables
+
+        sweep, job = self._sweep, self._sweep.jobs[number]
+        value = tables.one_line(tables.outcome(job))
+        left = sweep.left_s(time.time())
+        log.info(
+            "\t#%d : completed in %s%s (%d of %d%s)",
+            number,
+            tables.duration(job.seconds),
+            f", value {value}" if value else "",
+            sum(each.ended is not None for each in sweep.jobs.values()),
+            len(sweep.jobs),
+            f"; about {tables.duration(left)} left" if left is not None else "",
+        )
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show the table meanwhile, if it is wanted and the terminal has room for it."""
+        self._footer = _Footer() if self._has_table else None
+        try:
+            yield
+        finally:
+            footer, self._footer = self._footer, None
+            if footer is not None:
+                footer.close()
+
+    def beat(self) -> None:
+        """Draw the table anew if it is time for it."""
+        if self._footer is not None and not self.beats_in_s:
+            from hydra_torchrun_launcher import tables
+
+            self._drawn_at = time.monotonic()
+            self._footer.draw(lambda height: tables.table(self._sweep, time.time(), height))
+
+    @property
+    def beats_in_s(self) -> float | None:
+        """Seconds until then; None: there is no table."""
+        if self._footer is None:
+            return None
+        return max(0.0, self._drawn_at + _FRAME_S - time.monotonic())
+
+
+def _is_terminal() -> bool:
+    try:
+        return os.isatty(1) and os.environ.get("TERM", "dumb") != "dumb"
+    except OSError:
+        return False
+
+
+class _Footer:
+    """The last lines of the terminal, kept apart from the others by its scrolling region.
+
+    Ranks and their keepers write to the terminal too, at any time. So nothing here relies on where
+    the cursor is: it is put back where it was, by one write, which the kernel does not mix with
+    others.
+    """
+
+    def __init__(self) -> None:
+        self._size: tuple[int, int] | None = None
+        self._height = 0
+
+    def draw(self, picture: Any) -> None:
+        """Draw what `picture` returns for a height, unless the terminal takes nothing."""
+        sys.stdout.flush()
+        try:
+            if os.tcgetpgrp(1) != os.getpgrp() or not select.select((), (1,), (), 0)[1]:
+                return  # it is another's now, or stopped by Ctrl-S
+            size = os.get_terminal_size(1)
+            text = self._opening(size.columns, size.lines) if size != self._size else ""
+            if self._height:
+                text += self._drawn(picture(self._height - 1), size.columns, size.lines)
+            os.write(1, text.encode(errors="replace"))
+        except OSError:  # it has gone
+            self._height = 0
+
+    def _opening(self, columns: int, lines: int) -> str:
+        closing = self._closing()
+        self._size = columns, lines
+        height = min(_HIGHEST, lines // 3)
+        self._height = height if height >= _LOWEST else 0
+        if not self._height:
+            return closing
+        # Room below the cursor, by index (ESC D), which keeps its column.
+        room = "\x1bD" * self._height + f"\x1b[{self._height}A"
+        return closing + room + f"\x1b7\x1b[1;{lines - self._height}r\x1b8"
+
+    def _drawn(self, picture: Any, columns: int, lines: int) -> str:
+        from rich.console import Console
+
+        console = Console(file=io.StringIO(), width=columns, force_terminal=True, highlight=False)
+        with console.capture() as captured:
+            console.rule(style="dim")
+            console.print(picture)
+        rows = captured.get().splitlines()[: self._height]
+        text = "\x1b7\x1b[?7l"
+        for number in range(self._height):
+            text += f"\x1b[{lines - self._height + number + 1};1H\x1b[2K"
+            if number < len(rows):
+                text += rows[number]
+        return text + "\x1b[?7h\x1b8"
+
+    def _closing(self) -> str:
+        return "\x1b7\x1b[r\x1b8\x1b[J" if self._height else ""
+
+    def close(self) -> None:
+        """Give the lines back."""
+        try:
+            if self._height:
+                os.write(1, self._closing().encode())
+        except OSError:
+            return
+        finally:
+            self._height = 0

@@ -1,0 +1,129 @@
+"""What a person sees of a sweep that runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import APPS, Sweep
+from terminals import Terminal
+
+Run = Callable[..., Sweep]
+
+SETTINGS = ("hydra/launcher=torchrun", "hydra.launcher.nproc_per_node=1", "hydra.sweep.dir=sweep")
+AT_ONCE = ("hydra.launcher.n_jobs=2", "hydra.launcher.devices=[0,1]")
+
+
+@pytest.fixture
+def on_terminal(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
+    """Start the pooled app on a terminal."""
+    records = tmp_path / "records"
+    records.mkdir()
+    started: list[Terminal] = []
+
+    def start(
+        *overrides: str, size: tuple[int, int] = (30, 100), term: str = "xterm-256color"
+    ) -> Terminal:
+        command = [str(APPS / "pooled.py"), "-m", *SETTINGS, *overrides]
+        environ = {"RANK_RECORDS": str(records), "TERM": term}
+        started.append(Terminal(command, tmp_path, environ, size))
+        return started[-1]
+
+    yield start
+    for terminal in started:
+        assert terminal.popen.poll() is not None, "the test ended before its app"
+
+
+def has(*patterns: str) -> Callable[[list[str]], bool]:
+    """Ask for lines that match, in this order."""
+
+    def condition(lines: list[str]) -> bool:
+        left = iter(lines)
+        return all(any(re.search(pattern, line) for line in left) for pattern in patterns)
+
+    return condition
+
+
+def test_table(on_terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+    """It stands below all other output, which loses nothing by it, and goes with the sweep."""
+    jobs = ("n=range(6)", "hold=3", "+fail={1:true}", "lines=20", "length=10")
+    terminal = on_terminal(*jobs, *AT_ONCE)
+    seen = terminal.await_screen(
+        has(
+            r"^ *1 failed +n=1 +[01] .* rank 0 raised ValueError: job 1 was asked to fail",
+            r"^ *\d running +n=\d +[01] +\d",
+            r"^ *\d running +n=\d +[01] +\d",
+            r"^ *5 queued +n=5",
+            r"^2 of 6 jobs have ended  2 running  2 queued  1 completed  1 failed  after .* left$",
+        )
+    )
+    rule = next(number for number, line in enumerate(seen) if line.startswith("───"))
+    assert len(seen) - rule == 10, "a third of the terminal"
+    assert terminal.wait() == 1
+    assert terminal.is_whole
+    shown = terminal.everything()
+    assert "jobs have ended" not in shown, shown
+    for job in range(6):
+        for number in range(20):
+            for letter in "xy":
+                assert shown.count(f"<{job} {number} {letter * 10} end>") == 1
+    for job in (0, 2, 3, 4, 5):
+        assert re.search(rf"#{job} : completed in \d.* s, value {job} \(\d of 6", shown), shown
+
+
+def test_table_of_another_size(on_terminal: Callable[..., Terminal]) -> None:
+    """It follows the terminal's size; a small terminal has none, and Ctrl-C gives it back."""
+    terminal = on_terminal("n=range(4)", "hold=60", *AT_ONCE)
+    terminal.await_screen(lambda lines: lines[-1].startswith("0 of 4 jobs have ended  2 running"))
+    terminal.resize(20, 60)
+    terminal.await_screen(
+        lambda lines: (
+            len(lines) == 20 and lines[-6].startswith("───") and lines[-1].startswith("0 of 4 jobs")
+        )
+    )
+    terminal.resize(9, 60)
+    terminal.await_screen(lambda lines: not has("jobs have ended")(lines) and terminal.is_whole)
+    terminal.resize(30, 100)
+    terminal.await_screen(lambda lines: lines[-1].startswith("0 of 4 jobs have ended  2 running"))
+    terminal.type(b"\x03")
+    assert terminal.wait() == -2
+    assert terminal.is_whole
+    assert not has("jobs have ended")(terminal.lines())
+
+
+def test_hundreds_of_jobs_on_a_terminal(on_terminal: Callable[..., Terminal]) -> None:
+    """The table keeps its height, and what runs is in it."""
+    terminal = on_terminal("n=range(300)", "hold=60", *AT_ONCE, size=(60, 80))
+    seen = terminal.await_screen(has("^… and 291 more jobs", "^0 of 300 jobs have ended"))
+    assert seen[-12].startswith("───")
+    assert has(r"^ *0 running", r"^ *1 running", r"^ *2 queued")(seen)
+    terminal.type(b"\x03")
+    assert terminal.wait() == -2
+
+
+@pytest.mark.parametrize(("kind", "is_told"), [("auto", True), ("plain", True), ("none", False)])
+def test_no_terminal(sweep: Run, tmp_path: Path, kind: str, is_told: bool) -> None:
+    """Without a terminal there are plain lines, or nothing of it if so asked."""
+    (tmp_path / "records").mkdir()
+    run = sweep(
+        "pooled.py", "n=1,2", f"hydra.launcher.progress={kind}", nproc=1,
+        environ={"RANK_RECORDS": str(tmp_path / "records"), "TERM": "xterm"},
+    ).wait()  # fmt: skip
+    assert run.status == 0, run.output
+    assert "\x1b" not in run.output
+    told = re.findall(r"#(\d) : completed in [\d.]+ s, value (\d) \((\d) of 2", run.output)
+    assert told == ([("0", "1", "1"), ("1", "2", "2")] if is_told else [])
+
+
+@pytest.mark.parametrize(
+    ("setting", "term"), [("plain", "xterm"), ("none", "xterm"), ("auto", "dumb")]
+)
+def test_no_table(on_terminal: Callable[..., Terminal], setting: str, term: str) -> None:
+    """A terminal has none if it is not wanted, or cannot show one."""
+    terminal = on_terminal("n=1,2", f"hydra.launcher.progress={setting}", term=term)
+    assert terminal.wait() == 0
+    assert terminal.is_whole
+    assert "jobs have ended" not in terminal.everything()
+    assert ("completed in" in terminal.everything()) == (setting != "none")
