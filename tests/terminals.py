@@ -37,13 +37,15 @@ class Terminal:
         self._stream = pyte.ByteStream(self._screen)
         self._terminal, other = os.openpty()
         self._set_size(*size)
+        # What speaks of the terminal that the tests have, if they have one.
+        inherited = {k: v for k, v in os.environ.items() if k not in {"COLUMNS", "LINES"}}
         self.popen = subprocess.Popen(
             [sys.executable, "-c", _OWN_TERMINAL, sys.executable, *command],
             stdin=other,
             stdout=other,
             stderr=other,
             cwd=cwd,
-            env={**os.environ, **environ},
+            env={**inherited, **environ},
             start_new_session=True,
         )
         os.close(other)
@@ -87,8 +89,13 @@ class Terminal:
         deadline = time.monotonic() + HANG_S
         while self._read(deadline):
             pass
-        os.close(self._terminal)
         return self.popen.wait(max(0.1, deadline - time.monotonic()))
+
+    def close(self) -> None:
+        """End what still runs, and the terminal."""
+        with self.popen:
+            self.popen.terminate()
+        os.close(self._terminal)
 
     def _read(self, deadline: float) -> bool:
         """Take in what is written next; tell whether there was anything."""

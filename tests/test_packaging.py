@@ -20,7 +20,7 @@ pytestmark = pytest.mark.hydra_versions
 ROOT = Path(__file__).parent.parent
 DOOR = "hydra_plugins/hydra_torchrun_launcher"
 CLASS = "hydra_plugins.hydra_torchrun_launcher.TorchrunLauncher"
-HEAVY = ("torch", "psutil", "cloudpickle", "tblib", "numpy")
+HEAVY = ("torch", "psutil", "cloudpickle", "tblib", "numpy", "rich")
 MAX_IMPORT_CPU_S = 0.020
 
 _DISCOVER = """
@@ -92,7 +92,7 @@ def test_wheel_holds_both_packages_and_nothing_else(wheel: zipfile.ZipFile) -> N
         "hydra_plugins",
         "hydra_torchrun_launcher",
     }
-    assert "hydra_torchrun_launcher/py.typed" in names
+    assert {f"hydra_torchrun_launcher/{name}" for name in ("py.typed", "report.html")} <= set(names)
     assert not [name for name in names if name.endswith(".pyc")]
     sources = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == sources
@@ -104,13 +104,16 @@ def test_door_is_one_module_in_a_namespace(wheel: zipfile.ZipFile) -> None:
     assert below == [f"{DOOR}/__init__.py"]
 
 
-def test_wheel_names_the_entry_point(wheel: zipfile.ZipFile) -> None:
-    """The wheel tells Hydra 1.4 of the launcher once."""
+def test_wheel_names_the_entry_points(wheel: zipfile.ZipFile) -> None:
+    """The wheel tells Hydra 1.4 of the launcher once, and has the command."""
     (name,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
     lines = wheel.read(name).decode().split("\n")
     assert lines.count("[hydra.plugins]") == 1
     module, kind = CLASS.rsplit(".", 1)
-    assert [line for line in lines if "=" in line] == [f"torchrun = {module}:{kind}"]
+    assert [line for line in lines if "=" in line] == [
+        "hydra-torchrun = hydra_torchrun_launcher.cli:main",
+        f"torchrun = {module}:{kind}",
+    ]
 
 
 def test_entry_point_loads_the_launcher() -> None:

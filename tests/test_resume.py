@@ -147,6 +147,17 @@ def test_jobs_in_another_order(start: Start, tmp_path: Path, folder: Path) -> No
     assert ran(tmp_path) == [0, 0, 1, 2]
 
 
+def test_alike_jobs_take_their_own(tmp_path: Path) -> None:
+    """Of jobs with the same overrides and config, each takes over its own result."""
+    config = OmegaConf.create({"a": 1})
+    for number in range(3):
+        known = events.about(["a=1"], mark(config), f"there/{number}")
+        EventFile(tmp_path, number).ended(Ended(value=number), 1, known)
+    records = Records(tmp_path)
+    found = [records.find(number, ["a=1"], config)[0] for number in range(4)]
+    assert [each.value for each in found if each is not None] == [0, 1, 2, 2]
+
+
 def test_records_of_another_app(start: Start, sweep: Start, tmp_path: Path, folder: Path) -> None:
     """They are refused, with its name."""
     assert start("n=1").wait().status == 0
@@ -190,13 +201,13 @@ def test_record_cut_anywhere(tmp_path: Path) -> None:
     config = OmegaConf.create({"a": 1})
     file = EventFile(tmp_path, 0)
     file.add("queued", overrides=["a=1"])
-    file.about = events.about(["a=1"], mark(config), "there")
-    file.ended(Ended(value={"loss": 0.5}), 1.0)
+    known = events.about(["a=1"], mark(config), "there")
+    file.ended(Ended(value={"loss": 0.5}), 1.0, known)
     path = tmp_path / "0.jsonl"
     whole = path.read_bytes()
     for end in range(len(whole) + 1):
         path.write_bytes(whole[:end])
-        found, _ = Records(tmp_path).find(["a=1"], config)
+        found, _ = Records(tmp_path).find(0, ["a=1"], config)
         assert (found is not None) == (end == len(whole))
         assert found is None or found.value == {"loss": 0.5}
 
@@ -208,11 +219,11 @@ def test_completed_event_that_was_edited(tmp_path: Path, edit: dict[str, Any]) -
     """Whatever stands in it, it is no result, and no crash."""
     config = OmegaConf.create({"a": 1})
     file = EventFile(tmp_path, 0)
-    file.about = events.about(["a=1"], mark(config), "there")
-    file.ended(Ended(value=0.5), 1.0)
+    known = events.about(["a=1"], mark(config), "there")
+    file.ended(Ended(value=0.5), 1.0, known)
     path = tmp_path / "0.jsonl"
     path.write_text(json.dumps({**json.loads(path.read_text()), **edit}) + "\n")
-    assert Records(tmp_path).find(["a=1"], config) == (None, "its record has been changed")
+    assert Records(tmp_path).find(0, ["a=1"], config) == (None, "its record has been changed")
 
 
 def test_second_sweep_in_a_directory(start: Start, tmp_path: Path) -> None:

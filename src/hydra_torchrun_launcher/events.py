@@ -31,6 +31,8 @@ FOLDER = ".torchrun"
 VERSION = 1
 """Of the schema: raised when an event or a field changes its meaning, not when one is added."""
 _LONGEST_TEXT = 4000
+_LATEST = 1e11
+"""Some thousand years from now, in seconds since 1970."""
 _UNKNOWN: Mapping[str, Any] = {}
 
 
@@ -150,8 +152,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def _is_whole(event: dict[str, Any]) -> bool:
     """Tell whether an event has what each has: somebody may have edited it."""
-    numbers = type(event.get("job")) is int and isinstance(event.get("time"), float | int)
-    return numbers and isinstance(event.get("event"), str)
+    when = event.get("time")
+    is_moment = isinstance(when, float | int) and 0 <= when <= _LATEST
+    return is_moment and type(event.get("job")) is int and isinstance(event.get("event"), str)
 
 
 def read_all(path: Path) -> list[dict[str, Any]]:
@@ -166,7 +169,7 @@ def read_all(path: Path) -> list[dict[str, Any]]:
         return []
     found: list[dict[str, Any]] = []
     for line in lines:
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             event = json.loads(line)
             if isinstance(event, dict) and event.get("v") == VERSION and _is_whole(event):
                 found.append(event)

@@ -10,11 +10,15 @@ import os
 import select
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from hydra_torchrun_launcher import telling
 from hydra_torchrun_launcher.sweep_state import SweepState
+
+if TYPE_CHECKING:
+    from rich.console import ConsoleRenderable
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +27,8 @@ _FRAME_S = 1.0
 _HIGHEST = 12
 """Lines that the table takes at most, and no more than a third of the terminal."""
 _LOWEST = 4
+_RULE = 1
+"""The line that sets it apart."""
 
 
 class Progress:
@@ -48,19 +54,17 @@ class Progress:
                 self._tell(event["job"])
 
     def _tell(self, number: int) -> None:
-        from hydra_torchrun_launcher import tables
-
         sweep, job = self._sweep, self._sweep.jobs[number]
-        value = tables.one_line(tables.outcome(job))
+        value = telling.one_line(telling.outcome(job))
         left = sweep.left_s(time.time())
         log.info(
             "\t#%d : completed in %s%s (%d of %d%s)",
             number,
-            tables.duration(job.seconds),
+            telling.duration(job.seconds),
             f", value {value}" if value else "",
             sum(each.ended is not None for each in sweep.jobs.values()),
             len(sweep.jobs),
-            f"; about {tables.duration(left)} left" if left is not None else "",
+            f"; about {telling.duration(left)} left" if left is not None else "",
         )
 
     @contextmanager
@@ -80,7 +84,10 @@ class Progress:
             from hydra_torchrun_launcher import tables
 
             self._drawn_at = time.monotonic()
-            self._footer.draw(lambda height: tables.table(self._sweep, time.time(), height))
+            self._footer.draw(
+                len(self._sweep.jobs) + tables.LEAST,
+                lambda height: tables.table(self._sweep, time.time(), height),
+            )
 
     @property
     def beats_in_s(self) -> float | None:
@@ -106,35 +113,40 @@ class _Footer:
     """
 
     def __init__(self) -> None:
-        self._size: tuple[int, int] | None = None
+        self._shape: tuple[int, int, int] | None = None
         self._height = 0
 
-    def draw(self, picture: Any) -> None:
-        """Draw what `picture` returns for a height, unless the terminal takes nothing."""
+    def draw(self, wanted: int, picture: Callable[[int], ConsoleRenderable]) -> None:
+        """Draw what `picture` returns for a height, unless the terminal takes nothing.
+
+        Args:
+            wanted: lines that it would take.
+            picture: returns what takes so many lines at most.
+        """
         sys.stdout.flush()
         try:
             if os.tcgetpgrp(1) != os.getpgrp() or not select.select((), (1,), (), 0)[1]:
                 return  # it is another's now, or stopped by Ctrl-S
             size = os.get_terminal_size(1)
-            text = self._opening(size.columns, size.lines) if size != self._size else ""
+            height = min(wanted + _RULE, _HIGHEST, size.lines // 3)
+            shape = size.columns, size.lines, height if height >= _LOWEST else 0
+            text = self._opening(*shape) if shape != self._shape else ""
             if self._height:
-                text += self._drawn(picture(self._height - 1), size.columns, size.lines)
+                text += self._drawn(picture(self._height - _RULE), size.columns, size.lines)
             os.write(1, text.encode(errors="replace"))
         except OSError:  # it has gone
             self._height = 0
 
-    def _opening(self, columns: int, lines: int) -> str:
+    def _opening(self, columns: int, lines: int, height: int) -> str:
         closing = self._closing()
-        self._size = columns, lines
-        height = min(_HIGHEST, lines // 3)
-        self._height = height if height >= _LOWEST else 0
-        if not self._height:
+        self._shape, self._height = (columns, lines, height), height
+        if not height:
             return closing
         # Room below the cursor, by index (ESC D), which keeps its column.
-        room = "\x1bD" * self._height + f"\x1b[{self._height}A"
-        return closing + room + f"\x1b7\x1b[1;{lines - self._height}r\x1b8"
+        room = "\x1bD" * height + f"\x1b[{height}A"
+        return closing + room + f"\x1b7\x1b[1;{lines - height}r\x1b8"
 
-    def _drawn(self, picture: Any, columns: int, lines: int) -> str:
+    def _drawn(self, picture: ConsoleRenderable, columns: int, lines: int) -> str:
         from rich.console import Console
 
         console = Console(file=io.StringIO(), width=columns, force_terminal=True, highlight=False)

@@ -9,7 +9,7 @@ from importlib import metadata, resources
 from itertools import count
 from typing import Any
 
-from hydra_torchrun_launcher import tables
+from hydra_torchrun_launcher import telling
 from hydra_torchrun_launcher.sweep_state import JobState, Span, SweepState
 
 _PLACE = '{"placeholder": true}'
@@ -54,12 +54,12 @@ def _job(job: JobState, now: float) -> dict[str, Any]:
         "overrides": list(job.overrides),
         "params": dict(map(_param, job.overrides)),
         "state": job.state,
-        "value": tables.outcome(job) if job.state == "completed" else "",
-        "numbers": tables.numbers_of(job.value),
+        "value": telling.outcome(job) if job.state == "completed" else "",
+        "numbers": telling.numbers_of(job.value),
         "seconds": job.elapsed_s(now),
         "started": job.started,
         "ended": job.ended,
-        "devices": tables.place(job),
+        "devices": telling.place(job),
         "retry": job.retry,
         "restarts": job.restarts,
         "output_dir": job.output_dir,

@@ -20,6 +20,8 @@ from hydra_torchrun_launcher.processes import start_time
 STATES = ("running", "queued", "completed", "failed", "stopped", "lost")
 """Of jobs. Lost: its launching process was killed while it ran."""
 _ENDS = ("completed", "failed", "stopped")
+_MOST_S = 1e12
+"""More than any number of seconds here that is one."""
 
 
 @dataclass
@@ -121,10 +123,8 @@ class JobState:
         pids, folders = event.get("pids"), event.get("folders")
         self.pids = tuple(pid for pid in _items(pids) if type(pid) is int)
         self.folders = tuple(each if isinstance(each, str) else None for each in _items(folders))
-        keeper, start = event.get("keeper"), event.get("keeper_start")
-        self.keeper = None
-        if isinstance(keeper, int) and isinstance(start, int | float):
-            self.keeper = keeper, float(start)
+        keeper, start = _whole(event.get("keeper")), _seconds(event.get("keeper_start"))
+        self.keeper = None if keeper is None or start is None else (keeper, start)
 
     def _fail_try(self, event: dict[str, Any], when: float) -> None:
         self._close(when, "failed_try")
@@ -192,7 +192,8 @@ def _whole(value: Any) -> int | None:
 
 
 def _seconds(value: Any) -> float | None:
-    return float(value) if type(value) in {int, float} else None
+    is_number = isinstance(value, int | float) and 0 <= value <= _MOST_S
+    return float(value) if is_number else None
 
 
 @dataclass

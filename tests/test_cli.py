@@ -1,0 +1,413 @@
+"""The command `hydra-torchrun`, against what the ranks of real sweeps recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import HANG_S, Sweep, send
+from running import read_records
+from terminals import Terminal
+
+from hydra_torchrun_launcher import claims, events, report, tables
+from hydra_torchrun_launcher.sweep_state import JobState, Reader, SweepState
+from hydra_torchrun_launcher.telling import duration, numbers_of, value_text
+
+Run = Callable[..., Sweep]
+
+COMMAND = "import sys; from hydra_torchrun_launcher.cli import main; sys.exit(main())"
+
+
+def cli(*words: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end."""
+    return subprocess.run(
+        [sys.executable, "-c", COMMAND, *map(str, words)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+        timeout=HANG_S,
+    )
+
+
+def status(run: Sweep) -> dict[str, Any]:
+    """Return what `status --json` says."""
+    result = cli("status", run.directory, "--json")
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+@dataclass
+class Ended:
+    """A sweep that has ended, and what its ranks recorded."""
+
+    run: Sweep
+    records: Path
+
+    def of(self, job: int) -> list[dict[str, Any]]:
+        """Return what the ranks of a job recorded, ranks in order."""
+        found = [record for record in read_records(self.records) if record["job"] == job]
+        return sorted(found, key=lambda record: record["rank"])
+
+
+@pytest.fixture(scope="module")
+def ended(start_sweep: Run, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """Run three jobs of two ranks, of which the second fails, after a retry."""
+    records = tmp_path_factory.mktemp("records")
+    run = start_sweep(
+        "pooled.py", "n=3,1,5", "+fail={1:true}", "lines=3", "length=4", "hydra.launcher.n_jobs=2",
+        "hydra.launcher.devices=[0,1,2,3]", "hydra.launcher.retries=1",
+        environ={"RANK_RECORDS": str(records)},
+    ).wait()  # fmt: skip
+    assert run.status == 1, run.output
+    return Ended(run, records)
+
+
+def test_status_is_what_ranks_recorded(ended: Ended) -> None:
+    """Devices, processes, values, times and causes."""
+    found = status(ended.run)
+    assert (found["v"], found["state"], found["app"]) == (1, "ended", "pooled")
+    assert found["counts"]["completed"] == 2
+    assert found["counts"]["failed"] == 1
+    first, failed, last = found["jobs"]
+    assert [job["job"] for job in found["jobs"]] == [0, 1, 2]
+    for job, n in ((first, 3), (last, 5)):
+        ranks = ended.of(job["job"])
+        assert job["overrides"] == [f"n={n}", "+fail={1:True}", "lines=3", "length=4"]
+        assert (job["state"], job["value"], job["retry"]) == ("completed", n, 0)
+        assert job["pids"] == [rank["pid"] for rank in ranks]
+        assert job["devices"] == ranks[0]["seen"]["CUDA_VISIBLE_DEVICES"].split(",")
+        assert job["queued"] < job["started"] < job["ended"]
+        for number, folder in enumerate(job["folders"]):
+            assert folder == str(ended.run.directory / f"{job['job']}/ranks/attempt_0/{number}")
+    assert (failed["state"], failed["error"], failed["retry"]) == ("failed", "ValueError", 1)
+    assert failed["what"] == "raised ValueError: job 1 was asked to fail"
+    assert Path(failed["log"]).read_text().endswith("job 1 was asked to fail\n")
+
+
+def test_status_as_a_table(ended: Ended) -> None:
+    """A line each; piped, it is as wide as it needs to be, without colours."""
+    result = cli("status", ended.run.directory)
+    head, *jobs, totals = result.stdout.splitlines()
+    assert head.split() == ["job", "state", "overrides", "on", "time", "value"]
+    assert re.fullmatch(r"  0 completed +n=3 +[0-3],[0-3] +\S+ s 3", jobs[0]), jobs
+    assert re.match(
+        r"  1 failed \(retry 1\) +n=1 +[0-3],[0-3] .* raised ValueError: job 1", jobs[1]
+    )
+    assert totals.startswith("3 of 3 jobs have ended  2 completed  1 failed  after ")
+    assert "\x1b" not in result.stdout
+
+
+def test_logs_are_what_ranks_wrote(ended: Ended) -> None:
+    """Of each rank, of the last try."""
+    for job, rank in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 1)):
+        result = cli("logs", ended.run.directory, "--job", job, "--rank", rank)
+        folder = ended.run.directory / f"{job}/ranks/attempt_{int(job == 1)}/{rank}"
+        expected = "\n".join(
+            f"==> {folder / name} <==\n{(folder / name).read_text()}"
+            for name in ("stdout.log", "stderr.log")
+        )
+        assert result.stdout == expected
+        assert f"<{job} 2 xxxx end>" in expected
+
+
+def test_report_is_what_ranks_recorded(ended: Ended, tmp_path: Path) -> None:
+    """The page holds the same facts, a span for each device and try, and nothing from outside."""
+    result = cli("report", ended.run.directory, "-o", tmp_path / "page.html")
+    assert (result.returncode, result.stdout) == (0, f"{tmp_path / 'page.html'}\n"), result.stderr
+    assert os.listdir(tmp_path) == ["page.html"]
+    facts = data_of((tmp_path / "page.html").read_text())
+    assert [job["numbers"] for job in facts["jobs"]] == [{"value": 3}, {}, {"value": 5}]
+    assert [job["params"]["n"] for job in facts["jobs"]] == [3, 1, 5]
+    for job in (0, 2):
+        spans = [span for span in facts["spans"] if span["job"] == job]
+        record = ended.of(job)[0]
+        assert [s["lane"] for s in spans] == record["seen"]["CUDA_VISIBLE_DEVICES"].split(",")
+        assert {span["state"] for span in spans} == {"completed"}
+        # A rank may begin before the launching process has heard of it.
+        assert all(max(span["start"], record["clock"]) < span["end"] for span in spans)
+    states = [span["state"] for span in facts["spans"] if span["job"] == 1]
+    assert sorted(states) == ["failed", "failed", "failed_try", "failed_try"]
+    assert data_of(cli("report", ended.run.directory, "-o", "-").stdout)["jobs"] == facts["jobs"]
+
+
+def data_of(page: str) -> dict[str, Any]:
+    """Return the data in a report."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    assert not re.search(r"(src|href)=.?https?:", page)
+    data = json.loads(found[1])
+    assert isinstance(data, dict)
+    return data
+
+
+@pytest.fixture
+def start(sweep: Run, tmp_path: Path) -> Run:
+    """Start the app whose ranks write down what they have."""
+    records = tmp_path / "records"
+    records.mkdir()
+
+    def run(*overrides: str, **more: Any) -> Sweep:
+        return sweep("pooled.py", *overrides, environ={"RANK_RECORDS": str(records)}, **more)
+
+    return run
+
+
+def test_sweep_that_runs_and_is_killed(start: Run) -> None:
+    """It is said to run, until its launching process is killed."""
+    run = start("n=0,1,2", "+holds={0:0,1:60,2:0}", nproc=1)
+    run.await_file("../records/try.1.0")
+    found = status(run)
+    while found["jobs"][1]["state"] == "queued":  # the rank was faster than its keeper's word
+        found = status(run)
+    assert found["state"] == "running"
+    assert [job["state"] for job in found["jobs"]] == ["completed", "running", "queued"]
+    send(run.popen, signal.SIGKILL)
+    run.popen.wait(HANG_S)
+    found = status(run)
+    assert found["state"] == "killed"
+    assert [job["state"] for job in found["jobs"]] == ["completed", "lost", "queued"]
+    table = cli("status", run.directory).stdout
+    assert re.search(r"^  1 lost +n=1", table, re.MULTILINE), table
+    assert re.search(r"^  2 not started +n=2", table, re.MULTILINE)
+    assert "the launching process was killed" in table
+    facts = data_of(cli("report", run.directory, "-o", "-").stdout)
+    (lost,) = [span for span in facts["spans"] if span["job"] == 1]
+    assert lost["state"] == "lost"
+
+
+def test_logs_that_are_followed(start: Run) -> None:
+    """They go on over a restart, to the job's end, from before its start."""
+    run = start(
+        "n=0,1", "+holds={0:4,1:0}", "+fail={1:true}", "fail_until=1", "lines=2",
+        "hydra.launcher.max_restarts=1",
+    )  # fmt: skip
+    run.await_file(".torchrun/1.jsonl")
+    result = cli("logs", run.directory, "--job", 1, "--rank", 1, "--follow")
+    folders = [run.directory / f"1/ranks/attempt_{number}/1" for number in (0, 1)]
+    for path in (folders[0] / "stderr.log", folders[1] / "stdout.log"):
+        assert f"==> {path} <==" in result.stdout, result.stderr
+    assert result.stdout.endswith((folders[1] / "stderr.log").read_text())
+    assert "ValueError: job 1 was asked to fail" in result.stdout
+    run.wait()
+
+
+def test_watch(start: Run) -> None:
+    """The table stays on the terminal until the sweep ends; then it is printed once."""
+    run = start("n=0,1", "hold=3", nproc=1)
+    run.await_file(".torchrun/1.jsonl")
+    words = ["-c", COMMAND, "status", "--watch", str(run.directory)]
+    terminal = Terminal(words, run.directory, {"TERM": "xterm-256color"}, (12, 80))
+    terminal.await_screen(lambda lines: any(re.match("  0 running", line) for line in lines))
+    assert terminal.wait() == 0
+    shown = terminal.lines()
+    terminal.close()
+    assert any(line.startswith("2 of 2 jobs have ended  2 completed") for line in shown), shown
+    run.wait()
+    piped = cli("status", "--watch", run.directory)
+    assert (piped.returncode, piped.stderr.count("\n")) == (1, 1)
+    assert "--watch needs a terminal" in piped.stderr
+
+
+def test_mistakes(ended: Ended, tmp_path: Path) -> None:
+    """Each is one sentence that says what is there, and status 1."""
+    there = ended.run.directory
+    expected = {
+        ("status", tmp_path / "none"): "is no directory; expected the directory of a sweep",
+        ("status", tmp_path): "holds no record of a sweep (no folder .torchrun)",
+        ("status", there / "0"): f"its parent does: {there}",
+        ("status", there.parent): f"The last sweeps below it were in\n  {there}",
+        ("logs", there, "--job", 7): "there is no job #7 (it has jobs 0 to 2)",
+        ("logs", there, "--job", 0, "--rank", 2): "job #0 has no rank 2; it has ranks 0 to 1",
+        ("logs", there, "--job", 0, "--rank", "-1"): "job #0 has no rank -1",
+        ("report", there, "-o", tmp_path / "no/page"): "No such file or directory",
+    }
+    for words, text in expected.items():
+        result = cli(*words)
+        assert result.returncode == 1, words
+        assert text in result.stderr
+        assert "Traceback" not in result.stderr
+    assert cli("status").returncode == 2
+    assert cli("look", there).returncode == 2
+
+
+def test_reader_that_goes_away(ended: Ended) -> None:
+    """`| head` is no error."""
+    command = f"{sys.executable} -c '{COMMAND}' status --json {ended.run.directory}"
+    shell = f"set -o pipefail; {command} | head -c 1; echo ${{PIPESTATUS[0]}}"
+    result = subprocess.run(
+        ["bash", "-c", shell], capture_output=True, text=True, timeout=HANG_S, check=False
+    )
+    assert result.stderr == ""
+
+
+OLDER = """\
+{"v": 1, "event": "queued", "time": 1764600000.0, "job": 0, "overrides": ["n=1"]}
+{"v": 1, "event": "started", "time": 1764600001.0, "job": 0, "retry": 0, "attempt": 0, \
+"pids": [10, 11], "keeper": 9, "output_dir": "DIR/0", "devices": ["0"], "cores": null}
+{"v": 1, "event": "completed", "time": 1764600004.5, "job": 0, "value": 0.25, "retry": 0, \
+"seconds": 4.5}
+"""
+
+
+def test_directory_of_an_older_version(tmp_path: Path) -> None:
+    """What it has is shown: there were no claims, and events had fewer fields."""
+    folder = tmp_path / ".torchrun"
+    folder.mkdir()
+    (folder / "0.jsonl").write_text(OLDER.replace("DIR", str(tmp_path)))
+    (folder / "1.jsonl").write_text(
+        OLDER.replace("DIR", str(tmp_path)).replace('"job": 0', '"job": 1').rpartition('{"v"')[0]
+    )
+    (folder / "2.jsonl").write_text('{"v": 2, "event": "of a later version", "time": 1, "job": 2}')
+    rank = tmp_path / "0/ranks/attempt_3/1"
+    rank.mkdir(parents=True)
+    (rank / "stdout.log").write_text("printed by rank 1\n")
+    sweep = Reader(str(tmp_path)).read()
+    assert sweep.state == "killed"
+    assert [job.state for job in sweep.jobs.values()] == ["completed", "lost", "queued"]
+    assert (sweep.jobs[0].value, sweep.jobs[0].seconds, sweep.started) == (0.25, 4.5, None)
+    assert "0.25" in cli("status", tmp_path).stdout
+    assert "printed by rank 1" in cli("logs", tmp_path, "--job", 0, "--rank", 1).stdout
+    assert data_of(cli("report", tmp_path, "-o", "-").stdout)["jobs"][0]["numbers"] == {
+        "value": 0.25
+    }
+
+
+def looked_at(directory: Path) -> SweepState:
+    """Read a directory and show it in every way."""
+    sweep = Reader(str(directory)).read()
+    tables.table(sweep, time.time())
+    page = report.page(sweep, time.time())
+    assert len(data_of(page)["jobs"]) == len(sweep.jobs)
+    return sweep
+
+
+def test_records_cut_anywhere(tmp_path: Path, ended: Ended) -> None:
+    """What stands in whole lines counts, of each file; half a claim is none."""
+    folder = tmp_path / ".torchrun"
+    folder.mkdir()
+    whole = (ended.run.directory / ".torchrun/1.jsonl").read_bytes()
+    lines = [json.loads(line) for line in whole.splitlines()]
+    states = ["queued"]
+    for count in range(len(lines)):
+        job = JobState(1)
+        for event in lines[: count + 1]:
+            job.take_in(event)
+        job.lose(None)
+        states.append(job.state)
+    for length in range(len(whole) + 1):
+        (folder / "1.jsonl").write_bytes(whole[:length])
+        sweep = Reader(str(tmp_path)).read()
+        assert sweep.jobs[1].state == states[whole[:length].count(b"\n")]
+    looked_at(tmp_path)
+    claim = (ended.run.directory / ".torchrun/sweep.0.json").read_bytes()
+    for length in range(len(claim) + 1):
+        (folder / "sweep.0.json").write_bytes(claim[:length])
+        assert looked_at(tmp_path).jobs[1].state == "failed"
+
+
+ODD: tuple[Any, ...] = (None, -1, 3, 1e400, float("nan"), 10**400, "x", "", [], [{}], {}, True)
+
+
+def test_edited_records(tmp_path: Path, ended: Ended) -> None:
+    """Whatever stands in a field, it is no crash, and the other jobs are as they were."""
+    folder = tmp_path / ".torchrun"
+    folder.mkdir()
+    for path in (ended.run.directory / ".torchrun").glob("*"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    for name in ("0.jsonl", "1.jsonl", "sweep.0.json"):
+        whole = (folder / name).read_text()
+        lines = [json.loads(line) for line in whole.splitlines()]
+        for number, line in enumerate(lines):
+            for key in line:
+                for odd in ODD:
+                    edited = [*lines[:number], {**line, key: odd}, *lines[number + 1 :]]
+                    (folder / name).write_text("".join(json.dumps(e) + "\n" for e in edited))
+                    assert looked_at(tmp_path).jobs[2].value == 5, (name, key, odd)
+        (folder / name).write_text("[" * 100_000 + "\n" + whole)
+        assert looked_at(tmp_path).jobs[2].value == 5
+        (folder / name).write_text(whole)
+
+
+def test_second_sweep_in_a_directory(tmp_path: Path) -> None:
+    """The last one's jobs are shown; what it did not have is counted."""
+    folder = tmp_path / ".torchrun"
+    for number in range(3):
+        events.EventFile(folder, number).add("queued", overrides=["a=1"])
+    claim = claims.Claim.take(folder, "there", {"app": "app"})
+    events.EventFile(folder, 0).add("queued", overrides=["a=2"])
+    sweep = Reader(str(tmp_path)).read()
+    assert (sweep.state, list(sweep.jobs), list(sweep.earlier)) == ("running", [0], [1, 2])
+    assert sweep.jobs[0].overrides == ("a=2",)
+    assert "jobs of earlier sweeps there: 2" in cli("status", tmp_path).stdout
+    claim.release()
+    assert Reader(str(tmp_path)).read().state == "ended"
+
+
+def test_hostile_texts(tmp_path: Path) -> None:
+    """They disturb neither the terminal nor the page."""
+    text = "</script><img src=x onerror=alert(1)>[bold]\x1b[2J\u2028\n"
+    file = events.EventFile(tmp_path / ".torchrun", 0)
+    file.add("queued", overrides=[f"a={text}"])
+    file.add("failed", error="E", message=text, log=text, seconds=1)
+    table = cli("status", tmp_path).stdout
+    assert "\x1b" not in table
+    assert "[bold]\\u001b[2J\\u2028\\n" in table
+    page = cli("report", tmp_path, "-o", "-").stdout
+    assert text[:20] not in page
+    assert data_of(page)["jobs"][0]["message"] == text
+
+
+def many(count: int) -> SweepState:
+    """Return a sweep of that many jobs, of which some run, wait and failed."""
+    sweep = SweepState("there", started=0.0)
+    for number in range(count):
+        job = JobState(number, (f"lr={number}", "all=1"), queued=1.0)
+        if number < count * 0.9:
+            job.state, job.started, job.ended, job.seconds = "completed", 1.0, 2.0 + number, 4.0
+        sweep.jobs[number] = job
+    sweep.jobs[3].state = "failed"
+    for number in (count - 5, count - 4):
+        sweep.jobs[number].state, sweep.jobs[number].started = "running", 1000.0
+    return sweep
+
+
+def test_hundreds_of_jobs() -> None:
+    """Where there is no room for all, what runs and what failed comes first."""
+    from rich.console import Console
+
+    console = Console(width=100)
+    with console.capture() as captured:
+        console.print(tables.table(many(500), 1002.0, height=12))
+    lines = captured.get().splitlines()
+    assert len(lines) == 12
+    shown = [int(line.split()[0]) for line in lines[1:10]]
+    assert shown == [3, *range(450, 456), 495, 496]
+    assert lines[10].strip() == "… and 491 more jobs"
+    # 48 wait for 4 s each and 2 have 2 s of theirs behind them; two at once.
+    assert lines[11].endswith("after 16:42 min  about 1:38 min left")
+
+
+def test_words() -> None:
+    """Values and times are said in short."""
+    said = {7.25: "7.2 s", 59.4: "59 s", 185: "3:05 min", 9600: "2:40 h", 273_600: "3 d 4 h"}
+    assert {seconds: duration(seconds) for seconds in said} == said
+    assert value_text({"a": 1.5, "b": {"!": ["float", "nan"]}, "c": [True, None]}) == (
+        "a=1.5, b=nan, c=[True, None]"
+    )
+    assert numbers_of({"a": 1, "b": {"c": 2.5, "d": True}, "!": 3}) == {}
+    assert numbers_of({"a": 1, "b": {"c": 2.5, "d": "x"}}) == {"a": 1, "b.c": 2.5}
+    assert numbers_of(7) == {"value": 7}
