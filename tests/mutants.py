@@ -200,7 +200,7 @@ MUTANTS = [
     Mutant("report", 'for char in "<>&":', 'for char in "&":', "test_cli.py::test_hostile_texts"),
     Mutant("report", "for lane in span.where or", "for lane in span.where[:1] or", "test_cli.py::test_report_is_what_ranks_recorded"),
     Mutant("sweep_state", "            job.lose(self._last_sign()", "            (self._last_sign()", "test_cli.py::test_sweep_that_runs_and_is_killed"),
-    Mutant("sweep_state", "0 <= value <= _MOST_S", "True", "test_cli.py::test_edited_records"),
+    Mutant("job_state", "0 <= value <= _MOST_S", "True", "test_cli.py::test_edited_records"),
     Mutant("sweep_state", "job.queued >= (sweep.started or 0.0)", "True", "test_cli.py::test_second_sweep_in_a_directory"),
     Mutant("events", "0 <= when <= _LATEST", "True", "test_cli.py::test_edited_records"),
     Mutant("events", "suppress(ValueError, RecursionError)", "suppress(ValueError)", "test_cli.py::test_edited_records"),

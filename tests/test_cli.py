@@ -20,7 +20,8 @@ from running import read_records
 from terminals import Terminal
 
 from hydra_torchrun_launcher import claims, events, report, tables
-from hydra_torchrun_launcher.sweep_state import JobState, Reader, SweepState
+from hydra_torchrun_launcher.job_state import JobState
+from hydra_torchrun_launcher.sweep_state import Reader, SweepState
 from hydra_torchrun_launcher.telling import duration, numbers_of, value_text
 
 Run = Callable[..., Sweep]
@@ -107,7 +108,7 @@ def test_status_as_a_table(ended: Ended) -> None:
     assert re.match(
         r"  1 failed \(retry 1\) +n=1 +[0-3],[0-3] .* raised ValueError: job 1", jobs[1]
     )
-    assert totals.startswith("3 of 3 jobs have ended  2 completed  1 failed  after ")
+    assert re.fullmatch(r"3 of 3 jobs have ended after [\d.]+ s  2 completed  1 failed", totals)
     assert "\x1b" not in result.stdout
 
 
@@ -198,10 +199,9 @@ def test_logs_that_are_followed(start: Run) -> None:
     run.await_file(".torchrun/1.jsonl")
     result = cli("logs", run.directory, "--job", 1, "--rank", 1, "--follow")
     folders = [run.directory / f"1/ranks/attempt_{number}/1" for number in (0, 1)]
-    for path in (folders[0] / "stderr.log", folders[1] / "stdout.log"):
-        assert f"==> {path} <==" in result.stdout, result.stderr
-    assert result.stdout.endswith((folders[1] / "stderr.log").read_text())
-    assert "ValueError: job 1 was asked to fail" in result.stdout
+    for path in [folder / name for folder in folders for name in ("stdout.log", "stderr.log")]:
+        assert f"==> {path} <==\n<1 0" in result.stdout, result.stderr
+        assert path.read_text()[-200:] in result.stdout
     run.wait()
 
 
@@ -215,7 +215,7 @@ def test_watch(start: Run) -> None:
     assert terminal.wait() == 0
     shown = terminal.lines()
     terminal.close()
-    assert any(line.startswith("2 of 2 jobs have ended  2 completed") for line in shown), shown
+    assert any(re.match("2 of 2 jobs have ended after .* 2 completed", line) for line in shown)
     run.wait()
     piped = cli("status", "--watch", run.directory)
     assert (piped.returncode, piped.stderr.count("\n")) == (1, 1)
@@ -398,7 +398,9 @@ def test_hundreds_of_jobs() -> None:
     assert shown == [3, *range(450, 456), 495, 496]
     assert lines[10].strip() == "… and 491 more jobs"
     # 48 wait for 4 s each and 2 have 2 s of theirs behind them; two at once.
-    assert lines[11].endswith("after 16:42 min  about 1:38 min left")
+    assert lines[11].startswith(
+        "450 of 500 jobs have ended after 16:42 min, about 1:38 min left  2 running  48 queued"
+    )
 
 
 def test_words() -> None:

@@ -132,7 +132,7 @@ def read(folder: Path | None) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError):  # half a file: its writer was killed, or is at it
+    except (OSError, ValueError, RecursionError):  # half a file: its writer was killed, or is at it
         return {}
     is_ours = isinstance(found, dict) and found.get("v") == VERSION
     return found if is_ours and {"pid", "host"} <= found.keys() else {}

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 from rich.console import Console
@@ -110,12 +111,12 @@ def _watched(reader: Reader, console: Console) -> SweepState:
 
 def as_json(sweep: SweepState) -> dict[str, Any]:
     """Return a sweep as `status --json` writes it."""
-    jobs = [
-        {name: value for name, value in asdict(job).items() if name not in {"spans", "keeper"}}
-        for job in sweep.jobs.values()
-    ]
-    for job in jobs:
-        job["job"] = job.pop("number")
+    jobs = []
+    for job in sweep.jobs.values():
+        known = asdict(job)
+        folders = known.pop("attempts")[-1:]
+        known = {name: value for name, value in known.items() if name not in {"spans", "keeper"}}
+        jobs.append({"job": known.pop("number"), **known, "folders": [*chain(*folders)]})
     head = {name: value for name, value in vars(sweep).items() if name not in {"jobs", "earlier"}}
     return {"v": _JSON_VERSION, **head, "counts": sweep.counts(), "jobs": jobs}
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from hydra_torchrun_launcher.errors import LookError
 from hydra_torchrun_launcher.job_files import STDERR, STDOUT, last_attempt, rank_log_name
-from hydra_torchrun_launcher.sweep_state import JobState, Reader, SweepState
+from hydra_torchrun_launcher.job_state import JobState
+from hydra_torchrun_launcher.sweep_state import Reader, SweepState
 
 _CHUNK = 1 << 16
 
@@ -31,6 +32,7 @@ class JobLogs:
         self._reader = reader
         self._number = job
         self._rank = rank
+        self._first: int | None = None
         self._offsets: dict[Path, int] = {}
         self._last: Path | None = None
         job_state, sweep = self._job()
@@ -67,27 +69,28 @@ class JobLogs:
 
     def _files(self, job: JobState, sweep: SweepState) -> list[Path]:
         """Return the rank's files; where its output went to the console, its Python log."""
-        folder = self._folder(job)
-        files = [folder / name for name in (STDOUT, STDERR)] if folder is not None else []
+        folders = self._folders(job)
+        files = [folder / name for folder in folders for name in (STDOUT, STDERR)]
         found = [path for path in files if path.exists()]
         if not found and job.output_dir and sweep.app:
             log = Path(job.output_dir, rank_log_name(f"{sweep.app}.log", self._rank, ""))
             found = [log] if log.exists() else []
         return found
 
-    def _folder(self, job: JobState) -> Path | None:
-        if job.folders:
-            if self._rank >= len(job.folders) or self._rank < 0:
-                problem = (
-                    f"job #{job.number} has no rank {self._rank}; it has ranks 0 to "
-                    f"{len(job.folders) - 1}"
-                )
-                raise LookError(problem)
-            folder = job.folders[self._rank]
-            return Path(folder) if folder is not None else None
-        # It was taken over from another run, or an older version has written it down.
-        attempt = last_attempt(Path(job.output_dir, "ranks")) if job.output_dir else None
-        return attempt / str(self._rank) if attempt is not None else None
+    def _folders(self, job: JobState) -> list[Path]:
+        """Return the rank's folders: of the attempt that was the last at first, and later ones."""
+        if not any(job.attempts):
+            # It was taken over from another run, or an older version has written it down.
+            attempt = last_attempt(Path(job.output_dir, "ranks")) if job.output_dir else None
+            return [attempt / str(self._rank)] if attempt is not None else []
+        if self._first is None:
+            self._first = len(job.attempts) - 1
+        last = len(job.attempts[-1]) - 1
+        if not 0 <= self._rank <= last:
+            problem = f"job #{job.number} has no rank {self._rank}; it has ranks 0 to {last}"
+            raise LookError(problem)
+        folders = [attempt[self._rank] for attempt in job.attempts[self._first :]]
+        return [Path(folder) for folder in folders if folder is not None]
 
     def _nothing(self, job: JobState) -> str:
         if not job.output_dir:

@@ -10,7 +10,8 @@ from itertools import count
 from typing import Any
 
 from hydra_torchrun_launcher import telling
-from hydra_torchrun_launcher.sweep_state import JobState, Span, SweepState
+from hydra_torchrun_launcher.job_state import JobState, Span
+from hydra_torchrun_launcher.sweep_state import SweepState
 
 _PLACE = '{"placeholder": true}'
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")

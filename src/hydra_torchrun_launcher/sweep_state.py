@@ -1,199 +1,20 @@
-"""What has become of a sweep and its jobs, as events tell it (used by whoever looks: the live view,
-the command line, the report).
-
-Events may have been edited, or written by another version: what is not as it should be is left out.
+"""What has become of a sweep, as its directory tells it (used by whoever looks: the live view, the
+command line, the report).
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hydra_torchrun_launcher import claims, events
 from hydra_torchrun_launcher.errors import LookError
+from hydra_torchrun_launcher.job_state import STATES, JobState, seconds_of, text, texts
 from hydra_torchrun_launcher.processes import start_time
-
-STATES = ("running", "queued", "completed", "failed", "stopped", "lost")
-"""Of jobs. Lost: its launching process was killed while it ran."""
-_ENDS = ("completed", "failed", "stopped")
-_MOST_S = 1e12
-"""More than any number of seconds here that is one."""
-
-
-@dataclass
-class Span:
-    """A stretch of time in which processes of a job ran.
-
-    Attributes:
-        where: the devices or cores that were lent; empty: all.
-        start: seconds since 1970.
-        end: the same; None: not known, or it goes on.
-        state: how it ended: as a job's state, or `failed_try`, or `restarted`.
-    """
-
-    where: tuple[str, ...]
-    start: float
-    end: float | None = None
-    state: str = "running"
-
-
-@dataclass(eq=False)
-class JobState:
-    """A job, as far as it has come.
-
-    Attributes:
-        number: hydra.job.num.
-        state: one of `STATES`.
-        queued: when it was handed to the launcher, in seconds since 1970.
-        started: when the ranks of its last try were there; None if they never were.
-        ended: when it ended, or None.
-        seconds: how long it took, all tries together; None while it has not ended.
-        value: what rank 0 returned, as JSON has it; None where that is no plain data.
-        value_type: the type of such a value; else empty.
-        ran_as: the number of the job whose result was taken over from an earlier run, or None.
-        retry: the number of its last try.
-        restarts: how often torch elastic has started its ranks anew.
-        folders: of its ranks' files in the last attempt, ranks in order; None: it has none.
-        what: in a sentence what the rank did that failed first; empty if none did.
-        log: the file to open.
-        spans: when and where its processes ran, in every run of the directory.
-    """
-
-    number: int
-    overrides: tuple[str, ...] = ()
-    state: str = "queued"
-    queued: float = 0.0
-    started: float | None = None
-    ended: float | None = None
-    seconds: float | None = None
-    devices: tuple[str, ...] | None = None
-    cores: tuple[str, ...] | None = None
-    value: Any = None
-    value_type: str = ""
-    ran_as: int | None = None
-    retry: int = 0
-    restarts: int = 0
-    output_dir: str = ""
-    folders: tuple[str | None, ...] = ()
-    pids: tuple[int, ...] = ()
-    keeper: tuple[int, float] | None = None
-    error: str = ""
-    message: str = ""
-    rank: int | None = None
-    what: str = ""
-    log: str = ""
-    spans: list[Span] = field(default_factory=list)
-
-    def take_in(self, event: dict[str, Any]) -> None:
-        """Go on by one event."""
-        name, when = event["event"], float(event["time"])
-        act: Callable[[dict[str, Any], float], None] | None = {
-            "queued": self._queue,
-            "started": self._start,
-            "restarted": self._restart,
-            "failed_try": self._fail_try,
-            **dict.fromkeys(_ENDS, self._end),
-        }.get(name)
-        if act is not None:
-            act(event, when)
-
-    def _queue(self, event: dict[str, Any], when: float) -> None:
-        self.lose(None)  # of a run that was killed
-        fresh = JobState(self.number, _texts(event.get("overrides")), queued=when, spans=self.spans)
-        self.__dict__.update(fresh.__dict__)
-
-    def _start(self, event: dict[str, Any], when: float) -> None:
-        self.state, self.started = "running", when
-        self.devices, self.cores = (_lent(event.get(name)) for name in ("devices", "cores"))
-        self.output_dir = _text(event.get("output_dir"))
-        self._have_processes(event, when)
-
-    def _restart(self, event: dict[str, Any], when: float) -> None:
-        self._close(when, "restarted")
-        self.restarts += 1
-        self._have_processes(event, when)
-
-    def _have_processes(self, event: dict[str, Any], when: float) -> None:
-        cores = tuple(f"core {core}" for core in self.cores or ())
-        self.spans.append(Span(self.devices or cores, when))
-        pids, folders = event.get("pids"), event.get("folders")
-        self.pids = tuple(pid for pid in _items(pids) if type(pid) is int)
-        self.folders = tuple(each if isinstance(each, str) else None for each in _items(folders))
-        keeper, start = _whole(event.get("keeper")), _seconds(event.get("keeper_start"))
-        self.keeper = None if keeper is None or start is None else (keeper, start)
-
-    def _fail_try(self, event: dict[str, Any], when: float) -> None:
-        self._close(when, "failed_try")
-        self.state, self.retry = "queued", _whole(event.get("retry")) or 0
-        self.retry += 1
-
-    def _end(self, event: dict[str, Any], when: float) -> None:
-        self.state, self.ended = event["event"], when
-        self._close(when, self.state)
-        self.seconds = _seconds(event.get("seconds"))
-        self.retry = _whole(event.get("retry")) or 0
-        self.value, self.value_type = event.get("value"), _text(event.get("type"))
-        self.ran_as = _whole(event.get("ran_as"))
-        self.overrides = _texts(event.get("overrides")) or self.overrides
-        self.output_dir = _text(event.get("output_dir")) or self.output_dir
-        self.error, self.message, self.what, self.log = (
-            _text(event.get(name)) for name in ("error", "message", "what", "log")
-        )
-        self.rank = _whole(event.get("rank"))
-
-    def _close(self, when: float, state: str) -> None:
-        """Note the end of what runs."""
-        for span in self.spans:
-            if span.state == "running":
-                span.end, span.state = when, state
-
-    def lose(self, when: float | None) -> None:
-        """Note that its launching process was killed, if it ran.
-
-        Args:
-            when: about when that was, if it is known.
-        """
-        if self.state == "running":
-            self.state = "lost"
-        for span in self.spans:
-            if span.state == "running":
-                span.state = "lost"
-                span.end = when if when is not None and when > span.start else None
-
-    def elapsed_s(self, now: float) -> float | None:
-        """Return how long it took, or has taken."""
-        if self.state == "running" and self.started is not None:
-            return max(0.0, now - self.started)
-        return self.seconds
-
-
-def _items(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    return tuple(map(str, _items(value)))
-
-
-def _lent(value: Any) -> tuple[str, ...] | None:
-    return tuple(map(str, value)) if isinstance(value, list | tuple) else None
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
-
-
-def _whole(value: Any) -> int | None:
-    return value if type(value) is int else None
-
-
-def _seconds(value: Any) -> float | None:
-    is_number = isinstance(value, int | float) and 0 <= value <= _MOST_S
-    return float(value) if is_number else None
 
 
 @dataclass
@@ -267,10 +88,10 @@ class Reader:
         claim = claims.read(self._folder)
         sweep = SweepState(
             str(self._directory.absolute()),
-            app=_text(claim.get("app")),
-            command=_texts(claim.get("command")),
-            started=_seconds(claim.get("started")),
-            ended=_seconds(claim.get("ended")),
+            app=text(claim.get("app")),
+            command=texts(claim.get("command")),
+            started=seconds_of(claim.get("started")),
+            ended=seconds_of(claim.get("ended")),
         )
         found: dict[int, JobState] = {}
         for path in self._files():

@@ -8,7 +8,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from hydra_torchrun_launcher.sweep_state import JobState, SweepState
+from hydra_torchrun_launcher.job_state import JobState
+from hydra_torchrun_launcher.sweep_state import SweepState
 from hydra_torchrun_launcher.telling import (
     duration,
     one_line,
@@ -79,20 +80,20 @@ def _most_telling(jobs: Sequence[JobState], count: int) -> list[JobState]:
 
 def totals(sweep: SweepState, now: float) -> Text:
     """Return how many jobs there are in each state, and how long it goes on."""
-    text = Text()
+    text = Text(no_wrap=True, overflow="ellipsis")
     counts = sweep.counts()
     ended = sum(counts[state] for state in ("completed", "failed", "stopped"))
     text.append(f"{ended} of {len(sweep.jobs)} jobs have ended", "bold")
+    last = now if sweep.state == "running" else sweep.ended
+    if sweep.started is not None and last is not None:
+        text.append(f" after {duration(last - sweep.started)}")
+    left = sweep.left_s(now)
+    if left is not None:
+        text.append(f", about {duration(left)} left")
     for state, count in counts.items():
         if count:
             text.append(f"  {count} ")
             text.append(word(state, sweep), STYLES[state])
-    if sweep.started is not None:
-        last = now if sweep.state == "running" else sweep.ended
-        text.append(f"  after {duration(last - sweep.started)}" if last is not None else "")
-    left = sweep.left_s(now)
-    if left is not None:
-        text.append(f"  about {duration(left)} left")
     if sweep.state == "killed":
         text.append("  the launching process was killed", "magenta")
     return text

@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hydra_torchrun_launcher.sweep_state import JobState, SweepState
+from hydra_torchrun_launcher.job_state import JobState
+from hydra_torchrun_launcher.sweep_state import SweepState
 
 _DEEPEST = 5
 _LARGEST = 1e308
