@@ -35,6 +35,7 @@ class Terminal:
         """
         self._screen = pyte.HistoryScreen(size[1], size[0], history=10_000, ratio=0.1)
         self._stream = pyte.ByteStream(self._screen)
+        self.written = b""
         self._terminal, other = os.openpty()
         self._set_size(*size)
         # What speaks of the terminal that the tests have, if they have one.
@@ -103,6 +104,7 @@ class Terminal:
             return False
         with contextlib.suppress(OSError):  # nobody has the terminal any more
             data = os.read(self._terminal, 1 << 16)
+            self.written += data
             self._stream.feed(data)
             return bool(data)
         return False
@@ -115,5 +117,7 @@ class Terminal:
 _OWN_TERMINAL = """
 import fcntl, os, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+for number in range(os.get_terminal_size().lines):
+    print("before", number, flush=True)
 os.execv(sys.argv[1], sys.argv[1:])
 """

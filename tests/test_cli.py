@@ -202,6 +202,7 @@ def test_logs_that_are_followed(start: Run) -> None:
     for path in [folder / name for folder in folders for name in ("stdout.log", "stderr.log")]:
         assert f"==> {path} <==\n<1 0" in result.stdout, result.stderr
         assert path.read_text()[-200:] in result.stdout
+    assert result.stdout.count("<1 0 x end>") == 2, "once for each attempt"
     run.wait()
 
 
@@ -244,14 +245,16 @@ def test_mistakes(ended: Ended, tmp_path: Path) -> None:
     assert cli("look", there).returncode == 2
 
 
-def test_reader_that_goes_away(ended: Ended) -> None:
+def test_reader_that_goes_away(tmp_path: Path) -> None:
     """`| head` is no error."""
-    command = f"{sys.executable} -c '{COMMAND}' status --json {ended.run.directory}"
-    shell = f"set -o pipefail; {command} | head -c 1; echo ${{PIPESTATUS[0]}}"
+    for number in range(300):
+        events.EventFile(tmp_path / ".torchrun", number).add("queued", overrides=["x" * 500])
+    command = f"{sys.executable} -c '{COMMAND}' status --json {tmp_path}"
+    shell = f"set -o pipefail; {command} | head -c 1"
     result = subprocess.run(
         ["bash", "-c", shell], capture_output=True, text=True, timeout=HANG_S, check=False
     )
-    assert result.stderr == ""
+    assert (result.returncode, result.stdout, result.stderr) == (128 + signal.SIGPIPE, "{", "")
 
 
 OLDER = """\
