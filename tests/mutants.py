@@ -208,6 +208,9 @@ MUTANTS = [
     Mutant("cli", "is_over = logs.is_over() or not chosen.follow", "is_over = True", "test_cli.py::test_logs_that_are_followed"),
     Mutant("job_logs", "file.seek(self._offsets.get(path, 0))", "pass", "test_cli.py::test_logs_that_are_followed"),
     Mutant("resume", "alike.sort(key=lambda each: each.number != number)", "pass", "test_resume.py::test_alike_jobs_take_their_own"),
+    Mutant("jobs", "self._jobs.claim.withdraw()", "pass", "test_resume.py::test_refused_sweep_leaves_no_claim"),
+    Mutant("resume", "self._last[key] = name", "self._last.setdefault(key, name)", "test_resume.py::test_what_completed_is_taken_over"),
+    Mutant("tables", "    if cut > room:", "    if False:", "test_cli.py::test_narrow_terminal"),
     Mutant("ranks", '"folders": folders', '"folders": folders[::-1]', "test_cli.py::test_status_is_what_ranks_recorded"),
 ]  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import select
 import struct
 import subprocess
@@ -73,9 +74,9 @@ class Terminal:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of it scrolls."""
-        margins = self._screen.margins
-        return margins is None or (margins.top, margins.bottom) == (0, self._screen.lines - 1)
+        """Whether all of it scrolls, as far as the program said."""
+        regions = re.findall(rb"\x1b\[[\d;]*r", self.written)
+        return not regions or regions[-1] == b"\x1b[r"
 
     def await_screen(self, condition: Callable[[list[str]], bool]) -> list[str]:
         """Wait until the screen is as wanted."""

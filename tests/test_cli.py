@@ -233,8 +233,8 @@ def test_mistakes(ended: Ended, tmp_path: Path) -> None:
         ("status", there.parent): f"The last sweeps below it were in\n  {there}",
         ("logs", there, "--job", 7): "there is no job #7 (it has jobs 0 to 2)",
         ("logs", there, "--job", 0, "--rank", 2): "job #0 has no rank 2; it has ranks 0 to 1",
-        ("logs", there, "--job", 0, "--rank", "-1"): "job #0 has no rank -1",
-        ("report", there, "-o", tmp_path / "no/page"): "No such file or directory",
+        ("logs", there, "--job", 0, "--rank", "-1"): "--rank=-1: expected a number from 0",
+        ("report", there, "-o", tmp_path / "no/page"): "--output=",
     }
     for words, text in expected.items():
         result = cli(*words)
@@ -406,6 +406,27 @@ def test_hundreds_of_jobs() -> None:
     )
 
 
+def test_narrow_terminal() -> None:
+    """Overrides and values are cut to its width; numbers, states, places and times are whole."""
+    from rich.console import Console
+
+    sweep = many(20)
+    for job in sweep.jobs.values():
+        job.overrides = ("width=" + "8" * 50, f"n={job.number}")
+        job.value, job.devices = {"loss": 1.5, "text": "x" * 200}, ("0", "1")
+    console = Console(width=60)
+    with console.capture() as captured:
+        console.print(tables.table(sweep, 1002.0, width=60))
+    head, *jobs, _ = captured.get().splitlines()
+    assert head.split() == ["job", "state", "overrides", "on", "time", "value"]
+    assert len(jobs) == 20
+    for number, line in enumerate(jobs):
+        state = sweep.jobs[number].state
+        assert re.match(rf" *{number} {state} ", line)
+        assert " 0,1 " in line
+    assert "4.0 s loss=" in jobs[0]
+
+
 def test_words() -> None:
     """Values and times are said in short."""
     said = {7.25: "7.2 s", 59.4: "59 s", 185: "3:05 min", 9600: "2:40 h", 273_600: "3 d 4 h"}
@@ -413,6 +434,7 @@ def test_words() -> None:
     assert value_text({"a": 1.5, "b": {"!": ["float", "nan"]}, "c": [True, None]}) == (
         "a=1.5, b=nan, c=[True, None]"
     )
+    assert value_text({"a": {"b": {"c": 1}, "d": "x"}, "e": {}}) == "a.b.c=1, a.d=x, e="
     assert numbers_of({"a": 1, "b": {"c": 2.5, "d": True}, "!": 3}) == {}
     assert numbers_of({"a": 1, "b": {"c": 2.5, "d": "x"}}) == {"a": 1, "b.c": 2.5}
     assert numbers_of(7) == {"value": 7}

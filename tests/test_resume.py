@@ -67,7 +67,7 @@ def test_what_completed_is_taken_over(start: Start, tmp_path: Path) -> None:
     assert run.status == 0, run.output
     assert ran(tmp_path) == [0, 1, 2, 3]
     assert "#0 : n=7 +fail={8:True} fail_until=1 (completed before, as job #0)" in run.output
-    assert "Job #1 (n=8 +fail={8:True} fail_until=1) runs: no result of it is there" in run.output
+    assert "Job #1 (n=8 +fail={8:True} fail_until=1) runs: it failed" in run.output
     assert "fail_until=1) runs: it is new" in run.output
 
 
@@ -282,6 +282,15 @@ def test_two_sweeps_at_once(start: Start, tmp_path: Path) -> None:
     runs = [start("n=1", "hold=3") for _ in range(3)]
     assert sorted(run.wait().status for run in runs) == [0, 1, 1]
     assert ran(tmp_path) == [0]
+
+
+def test_refused_sweep_leaves_no_claim(start: Start, folder: Path) -> None:
+    """Who looks at the directory sees the sweep before it."""
+    assert start("n=1,2").wait().status == 0
+    run = start("n=3,1", RESUME).wait()
+    assert run.status == 1
+    assert "would write to" in run.output
+    assert [path.name for path in folder.glob("sweep.*")] == ["sweep.0.json"]
 
 
 def test_claims_at_one_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,13 @@ class Claim:
         """Seconds until the next `beat` has something to do."""
         return max(0.0, self._beaten + BEAT_S - time.monotonic())
 
+    def withdraw(self) -> None:
+        """Leave the directory as if no sweep had begun there: none has."""
+        if self._owner == os.getpid():
+            self._facts["ended"] = time.time()
+            with suppress(OSError):
+                self._path.unlink()
+
     def release(self) -> None:
         """Say that the sweep has ended."""
         if self._owner == os.getpid() and self._facts["ended"] is None:

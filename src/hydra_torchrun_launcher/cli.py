@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib import metadata
 from itertools import chain
 from typing import Any
 
@@ -63,6 +64,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="hydra-torchrun",
         description="Look at a sweep that hydra/launcher=torchrun runs or ran.",
     )
+    number = metadata.version("hydra-torchrun-launcher")
+    parser.add_argument("--version", action="version", version=number)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     status = commands.add_parser("status", help="a table of the sweep's jobs")
     status.add_argument("--json", action="store_true", help="as a JSON object")
@@ -87,11 +90,11 @@ def _status(chosen: argparse.Namespace) -> None:
         _write(json.dumps(as_json(reader.read()), indent=2))
         return
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _WIDE
+    width = console.width if console.is_terminal else None
+    console.width = width or _WIDE
     sweep = _watched(reader, console) if chosen.watch else reader.read()
     with console.capture() as captured:
-        console.print(tables.table(sweep, time.time()))
+        console.print(tables.table(sweep, time.time(), width))
         if sweep.earlier:
             console.print(Text(f"jobs of earlier sweeps there: {len(sweep.earlier)}", "dim"))
     _write("\n".join(line.rstrip() for line in captured.get().splitlines()))
@@ -104,7 +107,9 @@ def _watched(reader: Reader, console: Console) -> SweepState:
         raise LookError(problem)
     with Live(console=console, auto_refresh=False, screen=True) as live:
         while (sweep := reader.read()).state == "running":
-            live.update(tables.table(sweep, time.time(), console.height), refresh=True)
+            live.update(
+                tables.table(sweep, time.time(), console.width, console.height), refresh=True
+            )
             time.sleep(_LOOK_S)
     return sweep
 
@@ -131,6 +136,7 @@ def _logs(chosen: argparse.Namespace) -> None:
             output.write(data)
         output.flush()
         if is_over:
+            logs.say_why_no_more()
             return
         time.sleep(_LOOK_S / 5)
 
@@ -145,10 +151,11 @@ def _report(chosen: argparse.Namespace) -> None:
         with open(unfinished, "w", encoding="utf-8") as file:
             file.write(page)
         os.replace(unfinished, chosen.output)
-    except OSError:
+    except OSError as error:
         if os.path.exists(unfinished):
             os.unlink(unfinished)
-        raise
+        problem = f"--output={chosen.output}: {error.strerror or error}"
+        raise LookError(problem) from None
     _write(chosen.output)
 
 

@@ -35,6 +35,9 @@ class JobLogs:
         self._first: int | None = None
         self._offsets: dict[Path, int] = {}
         self._last: Path | None = None
+        if rank < 0:
+            problem = f"--rank={rank}: expected a number from 0"
+            raise LookError(problem)
         job_state, sweep = self._job()
         if not (follow and _may_go_on(job_state, sweep)) and not self._files(job_state, sweep):
             raise LookError(self._nothing(job_state))
@@ -56,6 +59,19 @@ class JobLogs:
     def is_over(self) -> bool:
         """Tell whether nothing more will be written."""
         return not _may_go_on(*self._job())
+
+    def say_why_no_more(self) -> None:
+        """Fail where nothing has been written, or where the job was cut short.
+
+        Raises:
+            LookError: says so.
+        """
+        job, _ = self._job()
+        if job.state == "lost":
+            problem = f"job #{job.number} was cut short: its launching process was killed"
+            raise LookError(problem)
+        if self._last is None and not self._offsets:
+            raise LookError(self._nothing(job))
 
     def _news_of(self, path: Path) -> Iterator[bytes]:
         with path.open("rb") as file:

@@ -58,6 +58,7 @@ class SweepRunner:
         self._shared: dict[str, Any] = {}
         self._jobs = JobRunner(config)
         self._folder = self._record_folder()
+        self._has_begun = False
         self._records: Records | None = None
         if self._jobs.is_resumed:
             try:
@@ -109,7 +110,13 @@ class SweepRunner:
         returns = []
         try:
             with suppress(JobStoppedError):  # a signal came while accelerators were counted
-                jobs = self._sized(job_overrides, first_number, watch)
+                try:
+                    jobs = self._sized(job_overrides, first_number, watch)
+                except SettingsError:
+                    if not self._has_begun and self._jobs.claim is not None:
+                        self._jobs.claim.withdraw()
+                    raise
+                self._has_begun = True
                 if self._jobs.is_dry:
                     self._describe(jobs, watch)
                 with self._jobs.progress.shown():

@@ -27,6 +27,8 @@ _FRAME_S = 1.0
 _HIGHEST = 12
 """Lines that the table takes at most, and no more than a third of the terminal."""
 _LOWEST = 4
+_LONGEST_VALUE = 80
+"""In the line that says that a job has completed."""
 _RULE = 1
 """The line that sets it apart."""
 
@@ -56,6 +58,8 @@ class Progress:
     def _tell(self, number: int) -> None:
         sweep, job = self._sweep, self._sweep.jobs[number]
         value = telling.one_line(telling.outcome(job))
+        if len(value) > _LONGEST_VALUE:
+            value = value[: _LONGEST_VALUE - 1] + "…"
         left = sweep.left_s(time.time())
         log.info(
             "\t#%d : completed in %s%s (%d of %d%s)",
@@ -86,7 +90,7 @@ class Progress:
             self._drawn_at = time.monotonic()
             self._footer.draw(
                 len(self._sweep.jobs) + tables.LEAST,
-                lambda height: tables.table(self._sweep, time.time(), height),
+                lambda columns, lines: tables.table(self._sweep, time.time(), columns, lines),
             )
 
     @property
@@ -116,12 +120,12 @@ class _Footer:
         self._shape: tuple[int, int, int] | None = None
         self._height = 0
 
-    def draw(self, wanted: int, picture: Callable[[int], ConsoleRenderable]) -> None:
-        """Draw what `picture` returns for a height, unless the terminal takes nothing.
+    def draw(self, wanted: int, picture: Callable[[int, int], ConsoleRenderable]) -> None:
+        """Draw what `picture` returns for a size, unless the terminal takes nothing.
 
         Args:
             wanted: lines that it would take.
-            picture: returns what takes so many lines at most.
+            picture: returns what takes so many columns and lines at most.
         """
         sys.stdout.flush()
         try:
@@ -132,7 +136,9 @@ class _Footer:
             shape = size.columns, size.lines, height if height >= _LOWEST else 0
             text = self._opening(*shape) if shape != self._shape else ""
             if self._height:
-                text += self._drawn(picture(self._height - _RULE), size.columns, size.lines)
+                text += self._drawn(
+                    picture(size.columns, self._height - _RULE), size.columns, size.lines
+                )
             os.write(1, text.encode(errors="replace"))
         except OSError:  # it has gone
             self._height = 0

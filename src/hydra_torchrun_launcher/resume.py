@@ -24,7 +24,18 @@ from omegaconf import OmegaConf
 
 from hydra_torchrun_launcher import claims, events, tagged
 from hydra_torchrun_launcher.errors import StartError, TransportError
+from hydra_torchrun_launcher.job_state import seconds_of
 from hydra_torchrun_launcher.processes import start_time
+
+_WITHOUT = {
+    "queued": "it had not started",
+    "started": "it was cut short",
+    "restarted": "it was cut short",
+    "failed_try": "it was cut short",
+    "failed": "it failed",
+    "stopped": "it was stopped",
+}
+"""Why a job has no result, by what happened to it last."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,7 @@ class Completed:
         ran_as: its number in the run in which it ran.
         config: the mark of its config.
         output_dir: where its files are.
+        seconds: how long it took.
         value: what its rank 0 returned.
         problem: why that value cannot be had again; empty if it can.
     """
@@ -44,6 +56,7 @@ class Completed:
     ran_as: int
     config: str
     output_dir: str
+    seconds: float
     value: Any
     problem: str
 
@@ -58,20 +71,24 @@ class Records:
             folder: where the events are; it may not be there.
         """
         self._completed: dict[tuple[str, ...], list[Completed]] = {}
-        self._known: set[tuple[str, ...]] = set()
+        self._last: dict[tuple[str, ...], str] = {}
+        """What happened last to a job with these overrides."""
+        self._of: dict[int, tuple[str, ...]] = {}
         found = [event for path in folder.glob("*.jsonl") for event in events.read_all(path)]
         for event in sorted(found, key=lambda event: float(event["time"])):
             self._take_in(event)
 
     def _take_in(self, event: dict[str, Any]) -> None:
-        overrides = event.get("overrides")
-        if event["event"] == "started":
-            self._forget(event.get("output_dir"), event.get("job"))
-        elif isinstance(overrides, list):
-            key = tuple(map(str, overrides))
-            self._known.add(key)
-            if event["event"] == "completed":
-                self._completed.setdefault(key, []).append(_completed(event))
+        overrides, name, number = event.get("overrides"), event["event"], event["job"]
+        if isinstance(overrides, list):
+            self._of[number] = tuple(map(str, overrides))
+        key = self._of.get(number)
+        if key is not None:
+            self._last[key] = name
+        if name == "started":
+            self._forget(event.get("output_dir"), number)
+        elif name == "completed" and isinstance(overrides, list) and key is not None:
+            self._completed.setdefault(key, []).append(_completed(event))
 
     def _forget(self, output_dir: Any, number: Any) -> None:
         """Leave out what has completed where a job of its number has run since."""
@@ -81,7 +98,7 @@ class Records:
             ]
 
     def __bool__(self) -> bool:
-        return bool(self._known)
+        return bool(self._last)
 
     def of(self, overrides: Sequence[str]) -> Sequence[Completed]:
         """Return what has completed with these overrides, the last first."""
@@ -99,8 +116,8 @@ class Records:
         """
         found = self.of(overrides)
         if not found:
-            is_known = tuple(overrides) in self._known
-            return None, "no result of it is there" if is_known else "it is new"
+            last = self._last.get(tuple(overrides))
+            return None, _WITHOUT.get(last, "no result of it is there") if last else "it is new"
         alike = [each for each in found if each.config == mark(config)]
         alike.sort(key=lambda each: each.number != number)
         fit = next((each for each in alike if not each.problem), None)
@@ -127,6 +144,7 @@ def _completed(event: dict[str, Any]) -> Completed:
         ran_as=event.get("ran_as", number),
         config=str(event.get("config")),
         output_dir=str(event.get("output_dir")),
+        seconds=seconds_of(event.get("seconds")) or 0.0,
         value=value,
         problem=problem,
     )

@@ -55,17 +55,18 @@ class SweepState:
     def left_s(self, now: float) -> float | None:
         """Estimate how long the sweep goes on, in seconds; None if nothing is known of that.
 
-        Jobs take as long as those that have ended, and as many run at once as when the last began.
+        Jobs take as long as those that have completed, and as many run at once as when the last
+        began. What takes longer than that is not known.
         """
         began = {job: job.started for job in self.jobs.values() if job.started is not None}
-        took = [job.seconds for job in began if job.seconds]
+        took = [job.seconds for job in began if job.state == "completed" and job.seconds]
         left = [job for job in self.jobs.values() if job.state in {"running", "queued"}]
         if self.state != "running" or not left or not took:
             return None
         usual, last = sum(took) / len(took), max(began.values())
         at_once = sum(job.ended is None or job.ended > last for job in began)
         work = sum(max(0.0, usual - (job.elapsed_s(now) or 0.0)) for job in left)
-        return work / at_once
+        return work / at_once or None
 
 
 class Reader:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal
 
+from rich.cells import cell_len
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -29,42 +31,67 @@ STYLES = {
     "lost": "magenta",
 }
 _URGENCY = {"running": 0, "failed": 1, "lost": 1, "queued": 2, "stopped": 3, "completed": 3}
+_COLUMNS = ("job", "state", "overrides", "on", "time", "value")
+_OVERRIDES, _VALUE = 2, 5
 LEAST = 2
 """Lines around the jobs: the table's head and the totals."""
 
 
-def table(sweep: SweepState, now: float, height: int | None = None) -> Group:
+def table(
+    sweep: SweepState, now: float, width: int | None = None, height: int | None = None
+) -> Group:
     """Return a sweep's jobs, a line each, and their totals.
 
     Args:
         sweep: the sweep.
         now: seconds since 1970.
+        width: how many columns it may take; None: as many as it needs. Overrides and values are cut
+            to it, nothing else is.
         height: how many lines it may take; None: as many as it needs. With fewer than there are
             jobs, those that run are shown first, then failures, the next ones and the last.
     """
     jobs = sorted(sweep.jobs.values(), key=lambda job: job.number)
     has_room = height is None or height >= len(jobs) + LEAST
-    shown = jobs if has_room else _most_telling(jobs, max(1, (height or 0) - LEAST - 1))
-    drawn = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
-    drawn.add_column("job", justify="right", no_wrap=True)
-    drawn.add_column("state", no_wrap=True)
-    drawn.add_column("overrides", no_wrap=True, overflow="ellipsis", ratio=2)
-    drawn.add_column("on", no_wrap=True, overflow="ellipsis")
-    drawn.add_column("time", justify="right", no_wrap=True)
-    drawn.add_column("value", no_wrap=True, overflow="ellipsis", ratio=1)
     told = varying(jobs)
-    for job in shown:
-        drawn.add_row(
-            str(job.number),
-            Text(state_of(job, sweep), STYLES[job.state]),
-            Text(one_line(" ".join(told(job)))),
-            Text(one_line(place(job))),
-            duration(job.elapsed_s(now)),
-            Text(one_line(outcome(job))),
-        )
+    shown = jobs if has_room else _most_telling(jobs, max(1, (height or 0) - LEAST - 1))
+    rows = [_row(job, sweep, now, told) for job in shown]
+    rooms = _rooms(rows, width)
+    drawn = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
+    for name, room in zip(_COLUMNS, rooms, strict=True):
+        justify: Literal["left", "right"] = "right" if name in {"job", "time"} else "left"
+        drawn.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis", width=room)
+    for job, row in zip(shown, rows, strict=True):
+        styles = ["", STYLES[job.state], *[""] * 4]
+        drawn.add_row(*map(Text, row, styles))
     left_out = len(jobs) - len(shown)
     more = [Text(f"… and {left_out} more jobs", "dim")] if left_out else []
     return Group(drawn, *more, totals(sweep, now))
+
+
+def _row(
+    job: JobState, sweep: SweepState, now: float, told: Callable[[JobState], list[str]]
+) -> list[str]:
+    texts = (
+        str(job.number),
+        state_of(job, sweep),
+        " ".join(told(job)),
+        place(job),
+        duration(job.elapsed_s(now)),
+        outcome(job),
+    )
+    return [one_line(each) for each in texts]
+
+
+def _rooms(rows: Sequence[Sequence[str]], width: int | None) -> list[int]:
+    """Return the columns' widths, where what they hold may be cut to fit."""
+    wanted = [max(map(cell_len, cells)) for cells in zip(_COLUMNS, *rows, strict=True)]
+    cut = wanted[_OVERRIDES] + wanted[_VALUE]
+    room = cut if width is None else width - (sum(wanted) - cut) - len(wanted)
+    if cut > room:
+        value = max(len(_COLUMNS[_VALUE]), room // 2, room - wanted[_OVERRIDES])
+        wanted[_VALUE] = min(wanted[_VALUE], value)
+        wanted[_OVERRIDES] = max(1, room - wanted[_VALUE])
+    return wanted
 
 
 def _most_telling(jobs: Sequence[JobState], count: int) -> list[JobState]:

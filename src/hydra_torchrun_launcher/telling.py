@@ -79,7 +79,15 @@ def value_text(value: Any, depth: int = _DEEPEST) -> str:
         return f"[{', '.join(value_text(each, depth - 1) for each in value)}]"
     if list(value) == ["!"] and isinstance(value["!"], list) and value["!"]:
         return value_text(value["!"][-1], depth - 1)
-    return ", ".join(f"{name}={value_text(each, depth - 1)}" for name, each in value.items())
+    parts = (_part(name, each, depth - 1) for name, each in value.items())
+    return ", ".join(parts)
+
+
+def _part(name: str, value: Any, depth: int) -> str:
+    """Return an item of a mapping; one that is a mapping itself is `name.key=value`."""
+    if isinstance(value, dict) and list(value) != ["!"] and value and depth:
+        return ", ".join(_part(f"{name}.{key}", each, depth - 1) for key, each in value.items())
+    return f"{name}={value_text(value, depth)}"
 
 
 def numbers_of(value: Any, name: str = "", depth: int = _DEEPEST) -> dict[str, float]:
