@@ -210,6 +210,7 @@ MUTANTS = [
     Mutant("resume", "alike.sort(key=lambda each: each.number != number)", "pass", "test_resume.py::test_alike_jobs_take_their_own"),
     Mutant("jobs", "self._jobs.claim.withdraw()", "pass", "test_resume.py::test_refused_sweep_leaves_no_claim"),
     Mutant("resume", "self._last[key] = name", "self._last.setdefault(key, name)", "test_resume.py::test_what_completed_is_taken_over"),
+    Mutant("progress", "            self._is_told = False", "            pass", "test_progress.py::test_mistake_of_ours_ends_no_sweep"),
     Mutant("tables", "    if cut > room:", "    if False:", "test_cli.py::test_narrow_terminal"),
     Mutant("ranks", '"folders": folders', '"folders": folders[::-1]', "test_cli.py::test_status_is_what_ranks_recorded"),
 ]  # fmt: skip

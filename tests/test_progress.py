@@ -10,6 +10,8 @@ import pytest
 from conftest import APPS, Sweep
 from terminals import Terminal
 
+from hydra_torchrun_launcher.progress import Progress
+
 Run = Callable[..., Sweep]
 
 SETTINGS = ("hydra/launcher=torchrun", "hydra.launcher.nproc_per_node=1", "hydra.sweep.dir=sweep")
@@ -120,6 +122,16 @@ def test_no_terminal(sweep: Run, tmp_path: Path, kind: str, is_told: bool) -> No
     assert "\x1b" not in run.output
     told = re.findall(r"#(\d) : completed in [\d.]+ s, value (\d) \((\d) of 2", run.output)
     assert told == ([("0", "1", "1"), ("1", "2", "2")] if is_told else [])
+
+
+def test_mistake_of_ours_ends_no_sweep(caplog: pytest.LogCaptureFixture) -> None:
+    """It is said once, and nothing is shown any more."""
+    progress = Progress("plain")
+    progress.take_in({"event": "completed", "job": []})
+    progress.take_in({"event": "completed", "job": []})
+    assert [record.getMessage() for record in caplog.records] == [
+        "Progress is not shown any more; the sweep goes on"
+    ]
 
 
 @pytest.mark.parametrize(

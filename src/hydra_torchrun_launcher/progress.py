@@ -51,9 +51,20 @@ class Progress:
     def take_in(self, event: dict[str, Any]) -> None:
         """Show what has happened to a job."""
         if self._is_told:
-            self._sweep.take_in(event)
-            if event["event"] == "completed" and "ran_as" not in event:
-                self._tell(event["job"])
+            with self._no_harm():
+                self._sweep.take_in(event)
+                if event["event"] == "completed" and "ran_as" not in event:
+                    self._tell(event["job"])
+
+    @contextmanager
+    def _no_harm(self) -> Iterator[None]:
+        """Show nothing more after a mistake of ours: what is shown is not worth a sweep."""
+        try:
+            yield
+        except Exception:
+            log.exception("Progress is not shown any more; the sweep goes on")
+            self._is_told = False
+            self._close()
 
     def _tell(self, number: int) -> None:
         sweep, job = self._sweep, self._sweep.jobs[number]
@@ -74,24 +85,28 @@ class Progress:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Show the table meanwhile, if it is wanted and the terminal has room for it."""
-        self._footer = _Footer() if self._has_table else None
+        self._footer = _Footer() if self._has_table and self._is_told else None
         try:
             yield
         finally:
-            footer, self._footer = self._footer, None
-            if footer is not None:
-                footer.close()
+            self._close()
+
+    def _close(self) -> None:
+        footer, self._footer = self._footer, None
+        if footer is not None:
+            footer.close()
 
     def beat(self) -> None:
         """Draw the table anew if it is time for it."""
         if self._footer is not None and not self.beats_in_s:
-            from hydra_torchrun_launcher import tables
+            with self._no_harm():
+                from hydra_torchrun_launcher import tables
 
-            self._drawn_at = time.monotonic()
-            self._footer.draw(
-                len(self._sweep.jobs) + tables.LEAST,
-                lambda columns, lines: tables.table(self._sweep, time.time(), columns, lines),
-            )
+                self._drawn_at = time.monotonic()
+                self._footer.draw(
+                    len(self._sweep.jobs) + tables.LEAST,
+                    lambda columns, lines: tables.table(self._sweep, time.time(), columns, lines),
+                )
 
     @property
     def beats_in_s(self) -> float | None:

@@ -66,7 +66,7 @@ class SweepState:
         usual, last = sum(took) / len(took), max(began.values())
         at_once = sum(job.ended is None or job.ended > last for job in began)
         work = sum(max(0.0, usual - (job.elapsed_s(now) or 0.0)) for job in left)
-        return work / at_once or None
+        return work / max(1, at_once) or None
 
 
 class Reader:
