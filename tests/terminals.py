@@ -59,6 +59,8 @@ class Terminal:
         """Make the window another size."""
         self._set_size(lines, columns)
         self._screen.resize(lines, columns)
+        for line in [line for line in self._screen.buffer if line >= lines]:
+            del self._screen.buffer[line]  # else they come back when it grows
 
     def lines(self) -> list[str]:
         """Return what stands on the screen."""
