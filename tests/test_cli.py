@@ -206,6 +206,17 @@ def test_logs_that_are_followed(start: Run) -> None:
     run.wait()
 
 
+def test_logs_of_a_job_that_was_taken_over(start: Run, tmp_path: Path) -> None:
+    """They are its own, also where jobs share a directory, or have a folder of their own."""
+    words = ("n=0,1", "lines=1", "hydra.sweep.subdir=all", f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    assert start(*words, sweep_dir=None).wait().status == 0
+    assert start(*words, "hydra.launcher.resume=true", sweep_dir=None).wait().status == 0
+    result = cli("logs", tmp_path / "sweep", "--job", 1, "--rank", 1)
+    assert "all/ranks/job1/attempt_0/1/stdout.log" in result.stdout, result.stderr
+    assert "<1 0 x end>" in result.stdout
+    assert "<0 " not in result.stdout
+
+
 def test_watch(start: Run) -> None:
     """The table stays on the terminal until the sweep ends; then it is printed once."""
     run = start("n=0,1", "hold=3", nproc=1)

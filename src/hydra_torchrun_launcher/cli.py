@@ -5,6 +5,7 @@ the user's shell).
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import signal
@@ -27,6 +28,8 @@ from hydra_torchrun_launcher.sweep_state import Reader, SweepState
 _LOOK_S = 1.0
 """Between two looks at a sweep's directory."""
 _JSON_VERSION = 1
+_INNER = {"spans", "keeper", "attempts_before"}
+"""What of a job is not told."""
 _WIDE = 10_000
 """Columns where no terminal cuts lines."""
 
@@ -41,6 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0; 1 where what is asked for is not there. Wrong words end it with 2.
     """
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` has had enough: leave, say nothing
+    if sys.stdout is None:  # it was closed: nobody listens
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - to the end
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     chosen = _parser().parse_args(arguments)
     try:
         chosen.act(chosen)
@@ -120,7 +127,7 @@ def as_json(sweep: SweepState) -> dict[str, Any]:
     for job in sweep.jobs.values():
         known = asdict(job)
         folders = known.pop("attempts")[-1:]
-        known = {name: value for name, value in known.items() if name not in {"spans", "keeper"}}
+        known = {name: value for name, value in known.items() if name not in _INNER}
         jobs.append({"job": known.pop("number"), **known, "folders": [*chain(*folders)]})
     head = {name: value for name, value in vars(sweep).items() if name not in {"jobs", "earlier"}}
     return {"v": _JSON_VERSION, **head, "counts": sweep.counts(), "jobs": jobs}

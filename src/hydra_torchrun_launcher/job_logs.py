@@ -78,7 +78,7 @@ class JobLogs:
             file.seek(self._offsets.get(path, 0))
             while data := file.read(_CHUNK):
                 if self._last != path:
-                    yield f"{chr(10) if self._last else ''}==> {path} <==\n".encode()
+                    yield b"\n" * bool(self._last) + b"==> " + os.fsencode(path) + b" <==\n"
                     self._last = path
                 yield data
             self._offsets[path] = file.tell()

@@ -12,6 +12,7 @@ from typing import Any
 STATES = ("running", "queued", "completed", "failed", "stopped", "lost")
 """Of jobs. Lost: its launching process was killed while it ran."""
 _ENDS = ("completed", "failed", "stopped")
+_LARGEST = 1 << 31
 _MOST_S = 1e12
 """More than any number of seconds here that is one."""
 
@@ -51,6 +52,7 @@ class JobState:
         restarts: how often torch elastic has started its ranks anew.
         attempts: folders of its ranks' files, ranks in order, for each attempt of each try of its
             last run; None: a rank has none.
+        attempts_before: the same for the run before, which may be taken over.
         what: in a sentence what the rank did that failed first; empty if none did.
         log: the file to open.
         spans: when and where its processes ran, in every run of the directory.
@@ -72,6 +74,7 @@ class JobState:
     restarts: int = 0
     output_dir: str = ""
     attempts: list[tuple[str | None, ...]] = field(default_factory=list)
+    attempts_before: list[tuple[str | None, ...]] = field(default_factory=list)
     pids: tuple[int, ...] = ()
     keeper: tuple[int, float] | None = None
     error: str = ""
@@ -96,7 +99,9 @@ class JobState:
 
     def _queue(self, event: dict[str, Any], when: float) -> None:
         self.lose(None)  # of a run that was killed
+        before = self.attempts or self.attempts_before
         fresh = JobState(self.number, texts(event.get("overrides")), queued=when, spans=self.spans)
+        fresh.attempts_before = before
         self.__dict__.update(fresh.__dict__)
 
     def _start(self, event: dict[str, Any], when: float) -> None:
@@ -131,6 +136,8 @@ class JobState:
         self.retry = _whole(event.get("retry")) or 0
         self.value, self.value_type = event.get("value"), text(event.get("type"))
         self.ran_as = _whole(event.get("ran_as"))
+        if self.ran_as == self.number:
+            self.attempts = self.attempts_before
         self.overrides = texts(event.get("overrides")) or self.overrides
         self.output_dir = text(event.get("output_dir")) or self.output_dir
         self.error, self.message, self.what, self.log = (
@@ -183,7 +190,7 @@ def text(value: Any) -> str:
 
 
 def _whole(value: Any) -> int | None:
-    return value if type(value) is int else None
+    return value if type(value) is int and 0 <= value <= _LARGEST else None
 
 
 def seconds_of(value: Any) -> float | None:

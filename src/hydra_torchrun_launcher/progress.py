@@ -175,7 +175,8 @@ class _Footer:
             console.rule(style="dim")
             console.print(picture)
         rows = captured.get().splitlines()[: self._height]
-        text = "\x1b7\x1b[?7l"
+        # The region again: a program that had the terminal meanwhile may have taken it away.
+        text = f"\x1b7\x1b[?7l\x1b[1;{lines - self._height}r"
         for number in range(self._height):
             text += f"\x1b[{lines - self._height + number + 1};1H\x1b[2K"
             if number < len(rows):

@@ -101,12 +101,14 @@ class Reader:
                 job.take_in(event)
             found[job.number] = job
         own = [job for job in found.values() if job.queued >= (sweep.started or 0.0)]
-        sweep.jobs = {job.number: job for job in own or found.values()}
+        shown = own if sweep.started is not None else found.values()
+        sweep.jobs = {job.number: job for job in shown}
         sweep.earlier = {n: job for n, job in found.items() if n not in sweep.jobs}
         sweep.state = self._state(claim, sweep)
         gone = sweep.earlier if sweep.state == "running" else found
+        last_sign = self._last_sign()
         for job in gone.values():
-            job.lose(self._last_sign() if job.number in sweep.jobs else None)
+            job.lose(last_sign if job.number in sweep.jobs else None)
         return sweep
 
     def _last_sign(self) -> float | None:
