@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -327,6 +328,23 @@ def test_sweep_of_another_machine(tmp_path: Path, silent_s: float, is_refused: b
     else:
         Claim.take(tmp_path, "there", {})
         assert claims.read(tmp_path)["host"] != "node7"
+
+
+def test_directory_that_cannot_be_written_by_who_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A silent process of another machine is dead there, too: by this machine's clock."""
+    (path := tmp_path / "sweep.0.json").write_text("{}")
+
+    def refuse(**_: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    facts = {**claims.identity(), "boot": "x"}
+    assert claims.is_alive(facts, path)
+    at = time.time() - 3600
+    os.utime(path, (at, at))
+    assert not claims.is_alive(facts, path)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,6 @@ class Claim:
     def withdraw(self) -> None:
         """Leave the directory as if no sweep had begun there: none has."""
         if self._owner == os.getpid():
-            self._facts["ended"] = time.time()
             with suppress(OSError):
                 self._path.unlink()
 
@@ -155,12 +154,19 @@ def is_alive(facts: dict[str, Any], path: Path) -> bool:
 
 
 def _silent_s(path: Path) -> float:
-    """Return how long ago a file was touched, by the clock of its file system."""
+    """Return how long ago a file was touched, by the clock of its file system.
+
+    Where nothing can be written that clock is not to be had, and this machine's has to do.
+    """
     try:
-        with tempfile.TemporaryFile(dir=path.parent) as now:
-            return os.fstat(now.fileno()).st_mtime - path.stat().st_mtime
+        touched = path.stat().st_mtime
     except OSError:
         return 0.0  # it cannot be known
+    try:
+        with tempfile.TemporaryFile(dir=path.parent) as now:
+            return os.fstat(now.fileno()).st_mtime - touched
+    except OSError:
+        return time.time() - touched
 
 
 def _refuse_if_alive(path: Path, sweep_dir: str) -> None:

@@ -72,9 +72,11 @@ class SweepRunner:
     def close(self) -> None:
         """End what still runs, and the servers; leave the directory to others."""
         self._jobs.close()
-        if self._jobs.claim is not None:
-            self._jobs.claim.release()
-            self._jobs.claim = None
+        claim, self._jobs.claim = self._jobs.claim, None
+        if claim is not None and self._has_begun:
+            claim.release()
+        elif claim is not None:
+            claim.withdraw()
 
     def _record_folder(self) -> Path | None:
         """Return where the sweep's records are; None where the user wants no files of ours."""
@@ -110,12 +112,7 @@ class SweepRunner:
         returns = []
         try:
             with suppress(JobStoppedError):  # a signal came while accelerators were counted
-                try:
-                    jobs = self._sized(job_overrides, first_number, watch)
-                except SettingsError:
-                    if not self._has_begun and self._jobs.claim is not None:
-                        self._jobs.claim.withdraw()
-                    raise
+                jobs = self._sized(job_overrides, first_number, watch)
                 self._has_begun = True
                 if self._jobs.is_dry:
                     self._describe(jobs, watch)
