@@ -60,21 +60,22 @@ class EventFile:
     def add(self, event: str, **facts: Any) -> None:
         """Write an event, whole, at the end; what cannot be written is said and costs nothing."""
         head = {"v": VERSION, "event": event, "time": time.time(), "job": self._number}
+        if self._path is not None:
+            self._write(self._path, json.dumps({**head, **facts}).encode() + b"\n")
         self._show({**head, **facts})
-        if self._path is None:
-            return
-        line = json.dumps({**head, **facts}).encode() + b"\n"
+
+    def _write(self, path: Path, line: bytes) -> None:
         try:
-            self._path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            fd = os.open(self._path, flags, 0o666)
+            fd = os.open(path, flags, 0o666)
             try:
                 os.write(fd, _line_end(fd) + line)
             finally:
                 os.close(fd)
         except OSError as problem:
             if not self._is_said:
-                log.warning("%s: %s; the job goes on", self._path, refused(problem))
+                log.warning("%s: %s; the job goes on", path, refused(problem))
             self._is_said = True
 
     def ended(
