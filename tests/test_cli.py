@@ -122,7 +122,7 @@ def test_logs_are_what_ranks_wrote(ended: Ended) -> None:
             for name in ("stdout.log", "stderr.log")
         )
         assert result.stdout == expected
-        assert f"<{job} 2 xxxx end>" in expected
+        assert f"<{job} 2 xxxx end>" in result.stdout
 
 
 def test_report_is_what_ranks_recorded(ended: Ended, tmp_path: Path) -> None:
@@ -130,6 +130,11 @@ def test_report_is_what_ranks_recorded(ended: Ended, tmp_path: Path) -> None:
     result = cli("report", ended.run.directory, "-o", tmp_path / "page.html")
     assert (result.returncode, result.stdout) == (0, f"{tmp_path / 'page.html'}\n"), result.stderr
     assert os.listdir(tmp_path) == ["page.html"]
+    (tmp_path / "link.html").symlink_to("page.html")
+    cli("report", ended.run.directory, "-o", tmp_path / "link.html")
+    assert (tmp_path / "link.html").is_symlink()
+    assert cli("report", ended.run.directory, "-o", "/dev/null").returncode == 0
+    assert Path("/dev/null").is_char_device()
     facts = data_of((tmp_path / "page.html").read_text())
     assert [job["numbers"] for job in facts["jobs"]] == [{"value": 3}, {}, {"value": 5}]
     assert [job["params"]["n"] for job in facts["jobs"]] == [3, 1, 5]
@@ -252,6 +257,7 @@ def test_mistakes(ended: Ended, tmp_path: Path) -> None:
         assert result.returncode == 1, words
         assert text in result.stderr
         assert "Traceback" not in result.stderr
+    assert re.fullmatch(r"\d+\.\d+\.\d+\n", cli("--version").stdout)
     assert cli("status").returncode == 2
     assert cli("look", there).returncode == 2
 

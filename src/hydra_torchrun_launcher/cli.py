@@ -138,14 +138,14 @@ def _logs(chosen: argparse.Namespace) -> None:
     output = sys.stdout.buffer
     logs = job_logs.JobLogs(reader, chosen.job, chosen.rank, follow=chosen.follow)
     while True:
-        is_over = logs.is_over() or not chosen.follow
-        for data in logs.new():
+        for data in logs.new():  # after the look that says whether it is over: nothing is missed
             output.write(data)
         output.flush()
-        if is_over:
+        if logs.is_over or not chosen.follow:
             logs.say_why_no_more()
             return
         time.sleep(_LOOK_S / 5)
+        logs.look()
 
 
 def _report(chosen: argparse.Namespace) -> None:
@@ -153,13 +153,16 @@ def _report(chosen: argparse.Namespace) -> None:
     if chosen.output == "-":
         _write(page)
         return
-    unfinished = f"{chosen.output}.{os.getpid()}.unfinished"
+    target = os.path.realpath(chosen.output)
+    is_special = os.path.exists(target) and not os.path.isfile(target)  # /dev/stdout
+    unfinished = target if is_special else f"{target}.{os.getpid()}.unfinished"
     try:
         with open(unfinished, "w", encoding="utf-8") as file:
             file.write(page)
-        os.replace(unfinished, chosen.output)
+        if not is_special:
+            os.replace(unfinished, target)
     except OSError as error:
-        if os.path.exists(unfinished):
+        if not is_special and os.path.exists(unfinished):
             os.unlink(unfinished)
         problem = f"--output={chosen.output}: {error.strerror or error}"
         raise LookError(problem) from None

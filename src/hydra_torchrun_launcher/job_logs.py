@@ -9,7 +9,7 @@ from pathlib import Path
 from hydra_torchrun_launcher.errors import LookError
 from hydra_torchrun_launcher.job_files import STDERR, STDOUT, last_attempt, rank_log_name
 from hydra_torchrun_launcher.job_state import JobState
-from hydra_torchrun_launcher.sweep_state import Reader, SweepState
+from hydra_torchrun_launcher.sweep_state import Reader
 
 _CHUNK = 1 << 16
 
@@ -35,30 +35,36 @@ class JobLogs:
         self._first: int | None = None
         self._offsets: dict[Path, int] = {}
         self._last: Path | None = None
+        self._job: JobState
+        self._app = ""
+        self.is_over = False
+        """Whether nothing more will be written."""
         if rank < 0:
             problem = f"--rank={rank}: expected a number from 0"
             raise LookError(problem)
-        job_state, sweep = self._job()
-        if not (follow and _may_go_on(job_state, sweep)) and not self._files(job_state, sweep):
-            raise LookError(self._nothing(job_state))
+        self.look()
+        if (self.is_over or not follow) and not self._files():
+            raise LookError(self._nothing())
 
-    def _job(self) -> tuple[JobState, SweepState]:
+    def look(self) -> None:
+        """See how far the job is now.
+
+        Raises:
+            LookError: there is no such job.
+        """
         sweep = self._reader.read()
         job = sweep.jobs.get(self._number) or sweep.earlier.get(self._number)
         if job is None:
             known = f"it has jobs {min(sweep.jobs)} to {max(sweep.jobs)}" if sweep.jobs else "none"
             problem = f"{sweep.directory}: there is no job #{self._number} ({known})"
             raise LookError(problem)
-        return job, sweep
+        self._job, self._app = job, sweep.app
+        self.is_over = sweep.state != "running" or job.state not in {"running", "queued"}
 
     def new(self) -> Iterator[bytes]:
-        """Yield what has been written since the last time."""
-        for path in self._files(*self._job()):
+        """Yield what has been written since the last time, in the files of the last look."""
+        for path in self._files():
             yield from self._news_of(path)
-
-    def is_over(self) -> bool:
-        """Tell whether nothing more will be written."""
-        return not _may_go_on(*self._job())
 
     def say_why_no_more(self) -> None:
         """Fail where nothing has been written, or where the job was cut short.
@@ -66,12 +72,11 @@ class JobLogs:
         Raises:
             LookError: says so.
         """
-        job, _ = self._job()
-        if job.state == "lost":
-            problem = f"job #{job.number} was cut short: its launching process was killed"
+        if self._job.state == "lost":
+            problem = f"job #{self._number} was cut short: its launching process was killed"
             raise LookError(problem)
-        if self._last is None and not self._offsets:
-            raise LookError(self._nothing(job))
+        if self._last is None:
+            raise LookError(self._nothing())
 
     def _news_of(self, path: Path) -> Iterator[bytes]:
         with path.open("rb") as file:
@@ -83,13 +88,13 @@ class JobLogs:
                 yield data
             self._offsets[path] = file.tell()
 
-    def _files(self, job: JobState, sweep: SweepState) -> list[Path]:
+    def _files(self) -> list[Path]:
         """Return the rank's files; where its output went to the console, its Python log."""
-        folders = self._folders(job)
+        job, folders = self._job, self._folders(self._job)
         files = [folder / name for folder in folders for name in (STDOUT, STDERR)]
         found = [path for path in files if path.exists()]
-        if not found and job.output_dir and sweep.app:
-            log = Path(job.output_dir, rank_log_name(f"{sweep.app}.log", self._rank, ""))
+        if not found and job.output_dir and self._app:
+            log = Path(job.output_dir, rank_log_name(f"{self._app}.log", self._rank, ""))
             found = [log] if log.exists() else []
         return found
 
@@ -108,15 +113,12 @@ class JobLogs:
         folders = [attempt[self._rank] for attempt in job.attempts[self._first :]]
         return [Path(folder) for folder in folders if folder is not None]
 
-    def _nothing(self, job: JobState) -> str:
+    def _nothing(self) -> str:
+        job = self._job
         if not job.output_dir:
             return f"job #{job.number} has not started: it has written nothing"
-        there = f" in {job.output_dir}" if os.path.isdir(job.output_dir) else ""
         return (
-            f"rank {self._rank} of job #{job.number} has left no file{there}: its output went to "
-            f"the console (hydra.launcher.tee=3 keeps a copy)"
+            f"rank {self._rank} of job #{job.number} has written nothing to a file (its output "
+            f"directory: {job.output_dir}); what it printed went to the console "
+            "(hydra.launcher.tee=3 keeps a copy)"
         )
-
-
-def _may_go_on(job: JobState, sweep: SweepState) -> bool:
-    return sweep.state == "running" and job.state in {"running", "queued"}

@@ -59,7 +59,6 @@ def exit_note(path: Path) -> None:
 
 def until_joined(path: Path) -> None:
     threading.main_thread().join()  # the interpreter has begun to wait for other threads
-    time.sleep(0.2)
     path.with_suffix(".joined").touch()
 
 
