@@ -213,6 +213,7 @@ MUTANTS = [
     Mutant("progress", "            self._is_told = False", "            pass", "test_progress.py::test_mistake_of_ours_ends_no_sweep"),
     Mutant("claims", "return time.time() - touched", "return 0.0", "test_resume.py::test_directory_that_cannot_be_written_by_who_looks"),
     Mutant("cli", "target = os.path.realpath(chosen.output)", "target = chosen.output", "test_cli.py::test_report_is_what_ranks_recorded"),
+    Mutant("tails", "while not console.lock(late) and not late.passed:", "while False:", "test_progress.py::test_line_that_waits_for_anothers_end"),
     Mutant("tables", "    if cut > room:", "    if False:", "test_cli.py::test_narrow_terminal"),
     Mutant("ranks", '"folders": folders', '"folders": folders[::-1]', "test_cli.py::test_status_is_what_ranks_recorded"),
 ]  # fmt: skip

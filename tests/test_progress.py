@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +15,7 @@ from conftest import APPS, Sweep
 from terminals import Terminal
 
 from hydra_torchrun_launcher.progress import Progress
+from hydra_torchrun_launcher.tails import between_lines
 
 Run = Callable[..., Sweep]
 
@@ -122,6 +127,30 @@ def test_no_terminal(sweep: Run, tmp_path: Path, kind: str, is_told: bool) -> No
     assert "\x1b" not in run.output
     told = re.findall(r"#(\d) : completed in [\d.]+ s, value (\d) \((\d) of 2", run.output)
     assert told == ([("0", "1", "1"), ("1", "2", "2")] if is_told else [])
+
+
+HOLDER = """
+import fcntl, pathlib, sys, time
+fcntl.lockf(1, fcntl.LOCK_EX, 1, 1)
+pathlib.Path("locked").touch()
+time.sleep(0.4)
+pathlib.Path("left").write_text(str(time.monotonic()))
+"""
+
+
+def test_line_that_waits_for_anothers_end(tmp_path: Path) -> None:
+    """The launching process says nothing in the middle of a job's line."""
+    reader, writer = os.pipe()
+    with subprocess.Popen([sys.executable, "-c", HOLDER], stdout=writer, cwd=tmp_path) as holder:
+        while not (tmp_path / "locked").exists():
+            assert holder.poll() is None
+        descriptors = os.listdir("/proc/self/fd")
+        with between_lines(writer):
+            entered = time.monotonic()
+        assert os.listdir("/proc/self/fd") == descriptors
+    os.close(reader)
+    os.close(writer)
+    assert entered >= float((tmp_path / "left").read_text())
 
 
 def test_mistake_of_ours_ends_no_sweep(caplog: pytest.LogCaptureFixture) -> None:

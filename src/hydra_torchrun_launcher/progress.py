@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra_torchrun_launcher import telling
 from hydra_torchrun_launcher.sweep_state import SweepState
+from hydra_torchrun_launcher.tails import between_lines
 
 if TYPE_CHECKING:
     from rich.console import ConsoleRenderable
@@ -72,15 +73,16 @@ class Progress:
         if len(value) > _LONGEST_VALUE:
             value = value[: _LONGEST_VALUE - 1] + "…"
         left = sweep.left_s(time.time())
-        log.info(
-            "\t#%d : completed in %s%s (%d of %d%s)",
-            number,
-            telling.duration(job.seconds),
-            f", value {value}" if value else "",
-            sum(each.ended is not None for each in sweep.jobs.values()),
-            len(sweep.jobs),
-            f"; about {telling.duration(left)} left" if left is not None else "",
-        )
+        with between_lines(1):
+            log.info(
+                "\t#%d : completed in %s%s (%d of %d%s)",
+                number,
+                telling.duration(job.seconds),
+                f", value {value}" if value else "",
+                sum(each.ended is not None for each in sweep.jobs.values()),
+                len(sweep.jobs),
+                f"; about {telling.duration(left)} left" if left is not None else "",
+            )
 
     @contextmanager
     def shown(self) -> Iterator[None]:

@@ -1,4 +1,5 @@
-"""Shows teed output: whole lines from ranks' files on the console (runs in the agent).
+"""Shows teed output: whole lines from ranks' files on the console (runs in the agent; the launching
+process keeps its lines between theirs).
 
 Torch elastic follows such files too, but cuts a line where the rank is still writing it, and does
 so in threads. A console that takes nothing (a pager, Ctrl-S) stops nothing but what is shown.
@@ -12,8 +13,8 @@ import re
 import select
 import stat
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from hydra_torchrun_launcher.processes import Deadline
 
@@ -32,6 +33,26 @@ _STUCK_S = 15
 """How long another may keep a console that could take more."""
 _ANOTHER_WRITES_S = 0.02
 """How long to leave the console to another job that is in the middle of a line."""
+_LAUNCHER_WAITS_S = 1
+"""How long the launching process, which has jobs to follow, waits for the end of such a line."""
+
+
+@contextmanager
+def between_lines(number: int) -> Iterator[None]:
+    """Keep agents from being in the middle of a line meanwhile, if that is to be had in a second.
+
+    Args:
+        number: the descriptor of the console.
+    """
+    console, late = _Console(number), Deadline()
+    late.within(_LAUNCHER_WAITS_S)
+    try:
+        while not console.lock(late) and not late.passed:
+            select.poll().poll(_ANOTHER_WRITES_S * 1000)
+        yield
+    finally:
+        console.unlock()
+        console.close()
 
 
 class Tails:
@@ -108,7 +129,7 @@ class _Console:
     """
 
     def __init__(self, number: int) -> None:
-        self.fd = number
+        self.fd = self._given = number
         self.is_anothers = False
         """Whether another agent was in the middle of a line at the last try."""
         self._writer: object | None = None
@@ -140,6 +161,11 @@ class _Console:
         self._writer = None
         self._leave(_LINE)
         self._leave(_TURN)
+
+    def close(self) -> None:
+        """Close what was opened here."""
+        if self.fd != self._given:
+            os.close(self.fd)
 
     def _have(self, what: int) -> bool:
         try:
