@@ -112,6 +112,10 @@ class Terminal:
             return bool(data)
         return False
 
+    def show(self, data: bytes) -> None:
+        """Let another program write there."""
+        self._stream.feed(data)
+
     def type(self, text: bytes) -> None:
         """Press keys."""
         os.write(self._terminal, text)

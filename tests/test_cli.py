@@ -20,6 +20,7 @@ from running import read_records
 from terminals import Terminal
 
 from hydra_torchrun_launcher import claims, events, report, tables
+from hydra_torchrun_launcher.cli import as_json
 from hydra_torchrun_launcher.job_state import JobState
 from hydra_torchrun_launcher.sweep_state import Reader, SweepState
 from hydra_torchrun_launcher.telling import duration, numbers_of, value_text
@@ -29,7 +30,7 @@ Run = Callable[..., Sweep]
 COMMAND = "import sys; from hydra_torchrun_launcher.cli import main; sys.exit(main())"
 
 
-def cli(*words: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def cli(*words: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
     return subprocess.run(
         [sys.executable, "-c", COMMAND, *map(str, words)],
@@ -37,7 +38,7 @@ def cli(*words: object, cwd: Path | None = None) -> subprocess.CompletedProcess[
         capture_output=True,
         text=True,
         check=False,
-        cwd=cwd,
+        env=env,
         timeout=HANG_S,
     )
 
@@ -110,6 +111,10 @@ def test_status_as_a_table(ended: Ended) -> None:
     )
     assert re.fullmatch(r"3 of 3 jobs have ended after [\d.]+ s  2 completed  1 failed", totals)
     assert "\x1b" not in result.stdout
+    environ = {**os.environ, "FORCE_COLOR": "1"}
+    forced = cli("status", ended.run.directory, env=environ).stdout
+    plain = re.sub(r"\x1b\[[\d;]*m", "", forced).splitlines()
+    assert [line.rstrip() for line in plain] == result.stdout.splitlines()
 
 
 def test_logs_are_what_ranks_wrote(ended: Ended) -> None:
@@ -145,6 +150,9 @@ def test_report_is_what_ranks_recorded(ended: Ended, tmp_path: Path) -> None:
         assert {span["state"] for span in spans} == {"completed"}
         # A rank may begin before the launching process has heard of it.
         assert all(max(span["start"], record["clock"]) < span["end"] for span in spans)
+    (trace,) = [job["traceback"] for job in facts["jobs"] if job["traceback"]]
+    assert trace.startswith("Traceback ")
+    assert trace.endswith("ValueError: job 1 was asked to fail\n")
     states = [span["state"] for span in facts["spans"] if span["job"] == 1]
     assert sorted(states) == ["failed", "failed", "failed_try", "failed_try"]
     assert data_of(cli("report", ended.run.directory, "-o", "-").stdout)["jobs"] == facts["jobs"]
@@ -203,6 +211,7 @@ def test_logs_that_are_followed(start: Run) -> None:
     )  # fmt: skip
     run.await_file(".torchrun/1.jsonl")
     result = cli("logs", run.directory, "--job", 1, "--rank", 1, "--follow")
+    assert result.stderr == "hydra-torchrun: job #1 is queued; waiting for it to start\n"
     folders = [run.directory / f"1/ranks/attempt_{number}/1" for number in (0, 1)]
     for path in [folder / name for folder in folders for name in ("stdout.log", "stderr.log")]:
         assert f"==> {path} <==\n<1 0" in result.stdout, result.stderr
@@ -211,15 +220,26 @@ def test_logs_that_are_followed(start: Run) -> None:
     run.wait()
 
 
-def test_logs_of_a_job_that_was_taken_over(start: Run, tmp_path: Path) -> None:
-    """They are its own, also where jobs share a directory, or have a folder of their own."""
-    words = ("n=0,1", "lines=1", "hydra.sweep.subdir=all", f"hydra.sweep.dir={tmp_path / 'sweep'}")
-    assert start(*words, sweep_dir=None).wait().status == 0
-    assert start(*words, "hydra.launcher.resume=true", sweep_dir=None).wait().status == 0
+def test_job_that_was_taken_over(start: Run, tmp_path: Path) -> None:
+    """Its logs and devices are its own, also under another number and in a directory for all."""
+    words = (
+        "lines=1", "hydra.sweep.subdir=all", f"hydra.sweep.dir={tmp_path / 'sweep'}",
+        "hydra.launcher.devices=[4,5]",
+    )  # fmt: skip
+    assert start(*words, "n=0,1", sweep_dir=None).wait().status == 0
+    for order in ("n=1,0", "n=5,1,0"):
+        run = start(*words, order, "hydra.launcher.resume=true", sweep_dir=None).wait()
+        assert run.status == 0, run.output
     result = cli("logs", tmp_path / "sweep", "--job", 1, "--rank", 1)
     assert "all/ranks/job1/attempt_0/1/stdout.log" in result.stdout, result.stderr
     assert "<1 0 x end>" in result.stdout
     assert "<0 " not in result.stdout
+    facts = data_of(cli("report", tmp_path / "sweep", "-o", "-").stdout)
+    assert [(job["ran_as"], job["devices"]) for job in facts["jobs"]] == [
+        (None, "4,5"), (1, "4,5"), (0, "4,5"),
+    ]  # fmt: skip
+    table = cli("status", tmp_path / "sweep").stdout
+    assert re.search(r"^  2 completed \(before\) +n=0 +4,5", table, re.MULTILINE), table
 
 
 def test_watch(start: Run) -> None:
@@ -236,7 +256,11 @@ def test_watch(start: Run) -> None:
     run.wait()
     piped = cli("status", "--watch", run.directory)
     assert (piped.returncode, piped.stderr.count("\n")) == (1, 1)
-    assert "--watch needs a terminal" in piped.stderr
+    assert "--watch needs a terminal; without" in piped.stderr
+    dumb = Terminal(words, run.directory, {"TERM": "dumb"}, (12, 80))
+    assert dumb.wait() == 1
+    assert "--watch needs a terminal whose cursor can be moved (TERM=dumb)" in dumb.everything()
+    dumb.close()
 
 
 def test_mistakes(ended: Ended, tmp_path: Path) -> None:
@@ -247,7 +271,7 @@ def test_mistakes(ended: Ended, tmp_path: Path) -> None:
         ("status", tmp_path): "holds no record of a sweep (no folder .torchrun)",
         ("status", there / "0"): f"its parent does: {there}",
         ("status", there.parent): f"The last sweeps below it were in\n  {there}",
-        ("logs", there, "--job", 7): "there is no job #7 (it has jobs 0 to 2)",
+        ("logs", there, "--job", 7): "there is no job #7 (it has 3 jobs, from #0 to #2)",
         ("logs", there, "--job", 0, "--rank", 2): "job #0 has no rank 2; it has ranks 0 to 1",
         ("logs", there, "--job", 0, "--rank", "-1"): "--rank=-1: expected a number from 0",
         ("report", there, "-o", tmp_path / "no/page"): "--output=",
@@ -289,17 +313,23 @@ def test_directory_of_an_older_version(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "0.jsonl").write_text(OLDER.replace("DIR", str(tmp_path)))
     (folder / "1.jsonl").write_text(
-        OLDER.replace("DIR", str(tmp_path)).replace('"job": 0', '"job": 1').rpartition('{"v"')[0]
+        (folder / "0.jsonl")
+        .read_text()
+        .replace('"job": 0', '"job": 1')
+        .replace(f"{tmp_path}/0", f"{tmp_path}/1")
+        .rpartition('{"v"')[0]
     )
     (folder / "2.jsonl").write_text('{"v": 2, "event": "of a later version", "time": 1, "job": 2}')
     rank = tmp_path / "0/ranks/attempt_3/1"
     rank.mkdir(parents=True)
     (rank / "stdout.log").write_text("printed by rank 1\n")
     sweep = Reader(str(tmp_path)).read()
-    assert sweep.state == "killed"
-    assert [job.state for job in sweep.jobs.values()] == ["completed", "lost", "queued"]
+    assert (sweep.state, sweep.unread) == ("killed", 1)
+    assert [job.state for job in sweep.jobs.values()] == ["completed", "lost"]
     assert (sweep.jobs[0].value, sweep.jobs[0].seconds, sweep.started) == (0.25, 4.5, None)
-    assert "0.25" in cli("status", tmp_path).stdout
+    table = cli("status", tmp_path).stdout
+    assert "0.25" in table
+    assert table.endswith("files that hold no event known here: 1\n")
     assert "printed by rank 1" in cli("logs", tmp_path, "--job", 0, "--rank", 1).stdout
     assert data_of(cli("report", tmp_path, "-o", "-").stdout)["jobs"][0]["numbers"] == {
         "value": 0.25
@@ -310,6 +340,7 @@ def looked_at(directory: Path) -> SweepState:
     """Read a directory and show it in every way."""
     sweep = Reader(str(directory)).read()
     tables.table(sweep, time.time())
+    json.dumps(as_json(sweep), allow_nan=False)
     page = report.page(sweep, time.time())
     assert len(data_of(page)["jobs"]) == len(sweep.jobs)
     return sweep
@@ -321,7 +352,7 @@ def test_records_cut_anywhere(tmp_path: Path, ended: Ended) -> None:
     folder.mkdir()
     whole = (ended.run.directory / ".torchrun/1.jsonl").read_bytes()
     lines = [json.loads(line) for line in whole.splitlines()]
-    states = ["queued"]
+    states: list[str | None] = [None]
     for count in range(len(lines)):
         job = JobState(1)
         for event in lines[: count + 1]:
@@ -330,8 +361,8 @@ def test_records_cut_anywhere(tmp_path: Path, ended: Ended) -> None:
         states.append(job.state)
     for length in range(len(whole) + 1):
         (folder / "1.jsonl").write_bytes(whole[:length])
-        sweep = Reader(str(tmp_path)).read()
-        assert sweep.jobs[1].state == states[whole[:length].count(b"\n")]
+        jobs = Reader(str(tmp_path)).read().jobs
+        assert (jobs[1].state if jobs else None) == states[whole[:length].count(b"\n")]
     looked_at(tmp_path)
     claim = (ended.run.directory / ".torchrun/sweep.0.json").read_bytes()
     for length in range(len(claim) + 1):
@@ -340,6 +371,53 @@ def test_records_cut_anywhere(tmp_path: Path, ended: Ended) -> None:
 
 
 ODD: tuple[Any, ...] = (None, -1, 3, 1e400, float("nan"), 10**400, "x", "", [], [{}], {}, True)
+
+
+def test_claim_that_is_being_written(tmp_path: Path) -> None:
+    """The sweep runs; half a claim that nobody has touched for long is a killed process's."""
+    events.EventFile(tmp_path / ".torchrun", 0).add("queued", overrides=[])
+    (claim := tmp_path / ".torchrun/sweep.0.json").touch()
+    assert Reader(str(tmp_path)).read().state == "running"
+    os.utime(claim, (time.time() - 3600,) * 2)
+    assert Reader(str(tmp_path)).read().state == "killed"
+
+
+def test_job_between_two_tries(tmp_path: Path) -> None:
+    """It runs, and is lost if its launching process is killed then."""
+    file = events.EventFile(tmp_path / ".torchrun", 0)
+    file.add("queued", overrides=[])
+    file.add("failed_try", retry=0)
+    claims.Claim.take(tmp_path / ".torchrun", "there", {})
+    file.add("queued", overrides=[])
+    file.add("failed_try", retry=0)
+    (job,) = Reader(str(tmp_path)).read().jobs.values()
+    assert (job.state, job.retry) == ("running", 1)
+    (claim,) = (tmp_path / ".torchrun").glob("sweep.*")
+    claim.write_text(claim.read_text().replace('"start": ', '"start": 1'))
+    assert Reader(str(tmp_path)).read().jobs[0].state == "lost"
+
+
+def test_end_of_a_lost_job(tmp_path: Path) -> None:
+    """It is when the job was heard of last, by whatever of it was."""
+    (folder := tmp_path / "ranks").mkdir()
+    (log := folder / "stdout.log").touch()
+    (records := tmp_path / ".torchrun").mkdir()
+    for number, folders in enumerate(([None], [str(folder)])):
+        started = {"time": 100.0, "pids": [1], "folders": folders}
+        event = {"v": 1, "event": "started", "job": number, **started}
+        (records / f"{number}.jsonl").write_text(json.dumps(event) + "\n")
+    (records / "2.jsonl").write_text('{"v": 1, "event": "queued", "time": 130, "job": 2}\n')
+    os.utime(log, (170, 170))
+    jobs = Reader(str(tmp_path)).read().jobs
+    assert [span.end for number in (0, 1) for span in jobs[number].spans] == [130, 170]
+
+
+def test_events_of_another_job(tmp_path: Path) -> None:
+    """What a file holds of another job than its own does not count."""
+    events.EventFile(tmp_path / ".torchrun", 3).add("queued", overrides=["a=1"])
+    (tmp_path / ".torchrun/3.jsonl").rename(tmp_path / ".torchrun/4.jsonl")
+    sweep = Reader(str(tmp_path)).read()
+    assert (sweep.jobs, sweep.unread) == ({}, 1)
 
 
 def test_edited_records(tmp_path: Path, ended: Ended) -> None:

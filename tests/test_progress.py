@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -102,6 +103,25 @@ def test_table_of_another_size(on_terminal: Callable[..., Terminal]) -> None:
     assert terminal.wait() == -2
     assert terminal.is_whole
     assert not has("jobs have ended")(terminal.lines())
+
+
+def test_table_after_another_program(on_terminal: Callable[..., Terminal]) -> None:
+    """A process that was stopped and goes on makes room for its table again."""
+    terminal = on_terminal("n=range(4)", "+holds={0:6,1:60}", "lines=3", "length=5", *AT_ONCE)
+    terminal.await_screen(lambda lines: has("^0 of 4 jobs .*  2 running")(lines[-1:]))
+    os.kill(terminal.popen.pid, signal.SIGSTOP)
+    terminal.show(b"\x1b[r\x1b[2J\x1b[30;1Hleft by an editor\r\n")  # it ends on the last line
+    started = time.monotonic()
+    while time.monotonic() - started < 4:  # longer than a few frames
+        time.sleep(0.1)
+    os.kill(terminal.popen.pid, signal.SIGCONT)
+    seen = terminal.await_screen(lambda lines: has("^[1-4] of 4 jobs ")(lines[-1:]))
+    assert has("left by an editor", "#0 : completed in", "^───", "^ *0 completed")(seen), "\n".join(
+        seen
+    )
+    terminal.type(b"\x03")
+    assert terminal.wait() == -2
+    assert terminal.is_whole
 
 
 def test_many_jobs_on_a_terminal(on_terminal: Callable[..., Terminal]) -> None:

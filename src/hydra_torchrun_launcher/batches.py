@@ -136,9 +136,8 @@ class Batch:
         shown = " ".join(filter_overrides(overrides))
         log.info("\t#%d : %s (completed before, as job #%d)", number, shown, before.ran_as)
         known = about(overrides, before.config, before.output_dir)
-        waiting.events.ended(
-            Ended(before.value), before.seconds, {**known, "ran_as": before.ran_as}
-        )
+        ran = {"ran_as": before.ran_as, **before.ran}
+        waiting.events.ended(Ended(before.value), before.seconds, {**known, **ran})
         self._returns[number] = self._sweep.result_before(waiting, before)
 
     def _start_those_that_fit(self, waiting: Sequence[Waiting]) -> list[Waiting]:

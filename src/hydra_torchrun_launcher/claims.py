@@ -21,9 +21,9 @@ from hydra_torchrun_launcher.errors import StartError
 from hydra_torchrun_launcher.processes import start_time
 
 VERSION = 1
-BEAT_S = 30
+BEAT_S = 10
 """How often a process shows that it lives, for those on other machines."""
-_SILENT_S = 10 * BEAT_S
+_SILENT_S = 30 * BEAT_S
 """After how long without a sign it counts as dead there."""
 _PREFIX, _SUFFIX = "sweep.", ".json"
 

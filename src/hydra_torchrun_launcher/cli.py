@@ -28,7 +28,7 @@ from hydra_torchrun_launcher.sweep_state import Reader, SweepState
 _LOOK_S = 1.0
 """Between two looks at a sweep's directory."""
 _JSON_VERSION = 1
-_INNER = {"spans", "keeper", "attempts_before"}
+_INNER = {"spans", "keeper"}
 """What of a job is not told."""
 _WIDE = 10_000
 """Columns where no terminal cuts lines."""
@@ -97,20 +97,26 @@ def _status(chosen: argparse.Namespace) -> None:
         _write(json.dumps(as_json(reader.read()), indent=2))
         return
     console = Console(highlight=False)
-    width = console.width if console.is_terminal else None
+    width = console.width if sys.stdout.isatty() else None  # FORCE_COLOR makes no terminal
     console.width = width or _WIDE
     sweep = _watched(reader, console) if chosen.watch else reader.read()
     with console.capture() as captured:
         console.print(tables.table(sweep, time.time(), width))
         if sweep.earlier:
             console.print(Text(f"jobs of earlier sweeps there: {len(sweep.earlier)}", "dim"))
+        if sweep.unread:
+            console.print(Text(f"files that hold no event known here: {sweep.unread}", "dim"))
     _write("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def _watched(reader: Reader, console: Console) -> SweepState:
     """Show a sweep until it does not run any more."""
-    if not console.is_terminal:
-        problem = "--watch needs a terminal; without --watch, or with --json, it says what is now"
+    if not sys.stdout.isatty() or console.is_dumb_terminal:
+        dumb = f" whose cursor can be moved (TERM={os.environ.get('TERM')})"
+        problem = (
+            f"--watch needs a terminal{dumb * sys.stdout.isatty()}; without --watch, or with "
+            "--json, it says what is now"
+        )
         raise LookError(problem)
     with Live(console=console, auto_refresh=False, screen=True) as live:
         while (sweep := reader.read()).state == "running":
@@ -136,6 +142,7 @@ def as_json(sweep: SweepState) -> dict[str, Any]:
 def _logs(chosen: argparse.Namespace) -> None:
     reader = Reader(chosen.directory)
     output = sys.stdout.buffer
+    is_told = False
     logs = job_logs.JobLogs(reader, chosen.job, chosen.rank, follow=chosen.follow)
     while True:
         for data in logs.new():  # after the look that says whether it is over: nothing is missed
@@ -144,6 +151,9 @@ def _logs(chosen: argparse.Namespace) -> None:
         if logs.is_over or not chosen.follow:
             logs.say_why_no_more()
             return
+        if logs.waits_for and not is_told:
+            print(f"hydra-torchrun: {logs.waits_for}", file=sys.stderr)  # noqa: T201 - its output
+            is_told = True
         time.sleep(_LOOK_S / 5)
         logs.look()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -158,6 +159,18 @@ def _is_whole(event: dict[str, Any]) -> bool:
     return is_moment and type(event.get("job")) is int and isinstance(event.get("event"), str)
 
 
+def _finite(text: str) -> float:
+    """Read a number; no line of ours has one that is not finite.
+
+    Raises:
+        ValueError: it is not.
+    """
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return number
+
+
 def read_all(path: Path) -> list[dict[str, Any]]:
     """Return the events of a file; lines that are not whole are left out.
 
@@ -171,7 +184,7 @@ def read_all(path: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for line in lines:
         with suppress(ValueError, RecursionError):
-            event = json.loads(line)
+            event = json.loads(line, parse_float=_finite, parse_constant=_finite)
             if isinstance(event, dict) and event.get("v") == VERSION and _is_whole(event):
                 found.append(event)
     return found

@@ -9,7 +9,7 @@ from pathlib import Path
 from hydra_torchrun_launcher.errors import LookError
 from hydra_torchrun_launcher.job_files import STDERR, STDOUT, last_attempt, rank_log_name
 from hydra_torchrun_launcher.job_state import JobState
-from hydra_torchrun_launcher.sweep_state import Reader
+from hydra_torchrun_launcher.sweep_state import Reader, SweepState
 
 _CHUNK = 1 << 16
 
@@ -36,7 +36,7 @@ class JobLogs:
         self._offsets: dict[Path, int] = {}
         self._last: Path | None = None
         self._job: JobState
-        self._app = ""
+        self._sweep: SweepState
         self.is_over = False
         """Whether nothing more will be written."""
         if rank < 0:
@@ -55,16 +55,26 @@ class JobLogs:
         sweep = self._reader.read()
         job = sweep.jobs.get(self._number) or sweep.earlier.get(self._number)
         if job is None:
-            known = f"it has jobs {min(sweep.jobs)} to {max(sweep.jobs)}" if sweep.jobs else "none"
+            first, last = min(sweep.jobs, default=0), max(sweep.jobs, default=0)
+            known = f"it has {len(sweep.jobs)} jobs"
+            known += f", from #{first} to #{last}" if sweep.jobs else ""
             problem = f"{sweep.directory}: there is no job #{self._number} ({known})"
             raise LookError(problem)
-        self._job, self._app = job, sweep.app
+        self._job, self._sweep = job, sweep
         self.is_over = sweep.state != "running" or job.state not in {"running", "queued"}
 
     def new(self) -> Iterator[bytes]:
         """Yield what has been written since the last time, in the files of the last look."""
         for path in self._files():
             yield from self._news_of(path)
+
+    @property
+    def waits_for(self) -> str:
+        """What has not come yet, in a sentence; empty where something has been written."""
+        if self._last is not None:
+            return ""
+        what = "start" if self._job.state == "queued" else f"write to a file of rank {self._rank}"
+        return f"job #{self._number} is {self._job.state}; waiting for it to {what}"
 
     def say_why_no_more(self) -> None:
         """Fail where nothing has been written, or where the job was cut short.
@@ -93,16 +103,22 @@ class JobLogs:
         job, folders = self._job, self._folders(self._job)
         files = [folder / name for folder in folders for name in (STDOUT, STDERR)]
         found = [path for path in files if path.exists()]
-        if not found and job.output_dir and self._app:
-            log = Path(job.output_dir, rank_log_name(f"{self._app}.log", self._rank, ""))
-            found = [log] if log.exists() else []
+        if not found and job.output_dir and self._sweep.app:
+            number = job.number if job.ran_as is None else job.ran_as
+            logs = (
+                Path(job.output_dir, rank_log_name(f"{self._sweep.app}.log", self._rank, label))
+                for label in (f"job{number}", "")  # with a label if jobs share the directory
+            )
+            found = [log for log in logs if log.exists()][:1]
         return found
 
     def _folders(self, job: JobState) -> list[Path]:
         """Return the rank's folders: of the attempt that was the last at first, and later ones."""
-        if not any(job.attempts):
-            # It was taken over from another run, or an older version has written it down.
-            attempt = last_attempt(Path(job.output_dir, "ranks")) if job.output_dir else None
+        if not any(job.attempts):  # an older version has written it down
+            jobs = [*self._sweep.jobs.values(), *self._sweep.earlier.values()]
+            sharing = [each for each in jobs if each.output_dir == job.output_dir]
+            is_own = bool(job.output_dir) and len(sharing) == 1
+            attempt = last_attempt(Path(job.output_dir, "ranks")) if is_own else None
             return [attempt / str(self._rank)] if attempt is not None else []
         if self._first is None:
             self._first = len(job.attempts) - 1

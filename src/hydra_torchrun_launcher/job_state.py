@@ -51,8 +51,7 @@ class JobState:
         retry: the number of its last try.
         restarts: how often torch elastic has started its ranks anew.
         attempts: folders of its ranks' files, ranks in order, for each attempt of each try of its
-            last run; None: a rank has none.
-        attempts_before: the same for the run before, which may be taken over.
+            last run, or of the run that is taken over; None: a rank has none.
         what: in a sentence what the rank did that failed first; empty if none did.
         log: the file to open.
         spans: when and where its processes ran, in every run of the directory.
@@ -74,7 +73,6 @@ class JobState:
     restarts: int = 0
     output_dir: str = ""
     attempts: list[tuple[str | None, ...]] = field(default_factory=list)
-    attempts_before: list[tuple[str | None, ...]] = field(default_factory=list)
     pids: tuple[int, ...] = ()
     keeper: tuple[int, float] | None = None
     error: str = ""
@@ -99,14 +97,12 @@ class JobState:
 
     def _queue(self, event: dict[str, Any], when: float) -> None:
         self.lose(None)  # of a run that was killed
-        before = self.attempts or self.attempts_before
         fresh = JobState(self.number, texts(event.get("overrides")), queued=when, spans=self.spans)
-        fresh.attempts_before = before
         self.__dict__.update(fresh.__dict__)
 
     def _start(self, event: dict[str, Any], when: float) -> None:
         self.state, self.started = "running", when
-        self.devices, self.cores = (_lent(event.get(name)) for name in ("devices", "cores"))
+        self._have_place(event)
         self.output_dir = text(event.get("output_dir"))
         self._have_processes(event, when)
 
@@ -115,19 +111,24 @@ class JobState:
         self.restarts += 1
         self._have_processes(event, when)
 
+    def _have_place(self, event: dict[str, Any]) -> None:
+        self.devices, self.cores = (_lent(event.get(name)) for name in ("devices", "cores"))
+
+    def _have_folders(self, event: dict[str, Any]) -> None:
+        folders = _items(event.get("folders"))
+        self.attempts.append(tuple(text(each) or None for each in folders))
+
     def _have_processes(self, event: dict[str, Any], when: float) -> None:
         cores = tuple(f"core {core}" for core in self.cores or ())
         self.spans.append(Span(self.devices or cores, when))
-        pids, folders = event.get("pids"), event.get("folders")
-        self.pids = tuple(pid for pid in _items(pids) if type(pid) is int)
-        self.attempts.append(tuple(text(each) or None for each in _items(folders)))
+        self.pids = tuple(pid for pid in _items(event.get("pids")) if type(pid) is int)
+        self._have_folders(event)
         keeper, start = _whole(event.get("keeper")), seconds_of(event.get("keeper_start"))
         self.keeper = None if keeper is None or start is None else (keeper, start)
 
     def _fail_try(self, event: dict[str, Any], when: float) -> None:
-        self._close(when, "failed_try")
-        self.state, self.retry = "queued", _whole(event.get("retry")) or 0
-        self.retry += 1
+        self._close(when, "failed_try")  # the next try begins at once: the job still runs
+        self.state, self.retry = "running", (_whole(event.get("retry")) or 0) + 1
 
     def _end(self, event: dict[str, Any], when: float) -> None:
         self.state, self.ended = event["event"], when
@@ -136,8 +137,9 @@ class JobState:
         self.retry = _whole(event.get("retry")) or 0
         self.value, self.value_type = event.get("value"), text(event.get("type"))
         self.ran_as = _whole(event.get("ran_as"))
-        if self.ran_as == self.number:
-            self.attempts = self.attempts_before
+        if self.ran_as is not None:
+            self._have_place(event)
+            self._have_folders(event)
         self.overrides = texts(event.get("overrides")) or self.overrides
         self.output_dir = text(event.get("output_dir")) or self.output_dir
         self.error, self.message, self.what, self.log = (

@@ -30,6 +30,9 @@ _HIGHEST = 12
 _LOWEST = 4
 _LONGEST_VALUE = 80
 """In the line that says that a job has completed."""
+_WHOLE = "\x1b7\x1b[r\x1b8"
+"""All of the terminal scrolls again; the cursor stays."""
+_FRAMES_MISSED = 3
 _RULE = 1
 """The line that sets it apart."""
 
@@ -125,6 +128,15 @@ def _is_terminal() -> bool:
         return False
 
 
+def _has_terminal() -> bool:
+    """Tell whether this process is in the terminal's foreground.
+
+    Raises:
+        OSError: there is no such terminal.
+    """
+    return os.tcgetpgrp(1) == os.getpgrp()
+
+
 class _Footer:
     """The last lines of the terminal, kept apart from the others by its scrolling region.
 
@@ -136,6 +148,7 @@ class _Footer:
     def __init__(self) -> None:
         self._shape: tuple[int, int, int] | None = None
         self._height = 0
+        self._drawn_at = time.monotonic()
 
     def draw(self, wanted: int, picture: Callable[[int, int], ConsoleRenderable]) -> None:
         """Draw what `picture` returns for a size, unless the terminal takes nothing.
@@ -146,8 +159,12 @@ class _Footer:
         """
         sys.stdout.flush()
         try:
-            if os.tcgetpgrp(1) != os.getpgrp() or not select.select((), (1,), (), 0)[1]:
+            if not _has_terminal() or not select.select((), (1,), (), 0)[1]:
                 return  # it is another's now, or stopped by Ctrl-S
+            is_late = time.monotonic() - self._drawn_at > _FRAMES_MISSED * _FRAME_S
+            if is_late:  # Ctrl-Z: others have written here, the cursor may be in the table
+                self._shape = None
+            self._drawn_at = time.monotonic()
             size = os.get_terminal_size(1)
             height = min(wanted + _RULE, _HIGHEST, size.lines // 3)
             shape = size.columns, size.lines, height if height >= _LOWEST else 0
@@ -158,7 +175,7 @@ class _Footer:
                 )
             os.write(1, text.encode(errors="replace"))
         except OSError:  # it has gone
-            self._height = 0
+            return
 
     def _opening(self, columns: int, lines: int, height: int) -> str:
         closing = self._closing()
@@ -186,13 +203,15 @@ class _Footer:
         return text + "\x1b[?7h\x1b8"
 
     def _closing(self) -> str:
-        return "\x1b7\x1b[r\x1b8\x1b[J" if self._height else ""
+        return f"{_WHOLE}\x1b[J" if self._height else ""
 
     def close(self) -> None:
         """Give the lines back."""
         try:
             if self._height:
-                os.write(1, self._closing().encode())
+                # Where a shell has it again, nothing of the shell's is wiped out.
+                text = self._closing() if _has_terminal() else _WHOLE
+                os.write(1, text.encode())
         except OSError:
             return
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from importlib import metadata, resources
@@ -10,9 +11,12 @@ from itertools import count
 from typing import Any
 
 from hydra_torchrun_launcher import telling
-from hydra_torchrun_launcher.job_state import JobState, Span
+from hydra_torchrun_launcher.job_files import ERROR
+from hydra_torchrun_launcher.job_state import JobState, Span, text
 from hydra_torchrun_launcher.sweep_state import SweepState
 
+_LONGEST_FILE = 1_000_000
+_LONGEST_TRACEBACK = 10_000
 _PLACE = '{"placeholder": true}'
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 
@@ -25,10 +29,10 @@ def page(sweep: SweepState, now: float) -> str:
         now: when it is written, in seconds since 1970.
     """
     template = resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8")
-    text = json.dumps(facts(sweep, now), allow_nan=False)
+    data = json.dumps(facts(sweep, now), allow_nan=False)
     for char in "<>&":  # so that no text of a job's ends the element that holds the data
-        text = text.replace(char, f"\\u{ord(char):04x}")
-    return template.replace(_PLACE, text)
+        data = data.replace(char, f"\\u{ord(char):04x}")
+    return template.replace(_PLACE, data)
 
 
 def facts(sweep: SweepState, now: float) -> dict[str, Any]:
@@ -68,7 +72,22 @@ def _job(job: JobState, now: float) -> dict[str, Any]:
         "message": job.message,
         "what": f"rank {job.rank} {job.what}" if job.what and job.rank is not None else "",
         "log": job.log,
+        "ran_as": job.ran_as,
+        "traceback": _traceback(job),
     }
+
+
+def _traceback(job: JobState) -> str:
+    """Return the traceback of the rank that failed first, if it is still there."""
+    folders = job.attempts[-1] if job.attempts else ()
+    if job.state != "failed" or job.rank is None or job.rank >= len(folders):
+        return ""
+    try:
+        with open(os.path.join(folders[job.rank] or "", ERROR), encoding="utf-8") as file:
+            known = json.loads(file.read(_LONGEST_FILE))
+        return text(known["message"]["extraInfo"]["py_callstack"])[-_LONGEST_TRACEBACK:]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return ""
 
 
 def _param(override: str) -> tuple[str, Any]:

@@ -36,6 +36,7 @@ _WITHOUT = {
     "stopped": "it was stopped",
 }
 """Why a job has no result, by what happened to it last."""
+_RAN = ("folders", "devices", "cores")
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Completed:
         seconds: how long it took.
         value: what its rank 0 returned.
         problem: why that value cannot be had again; empty if it can.
+        ran: where it ran: what its events say of `_RAN`.
     """
 
     number: int
@@ -59,6 +61,7 @@ class Completed:
     seconds: float
     value: Any
     problem: str
+    ran: dict[str, Any]
 
 
 class Records:
@@ -74,6 +77,8 @@ class Records:
         self._last: dict[tuple[str, ...], str] = {}
         """What happened last to a job with these overrides."""
         self._of: dict[int, tuple[str, ...]] = {}
+        self._ran: dict[int, dict[str, Any]] = {}
+        """Where the last ranks of a job ran."""
         found = [event for path in folder.glob("*.jsonl") for event in events.read_all(path)]
         for event in sorted(found, key=lambda event: float(event["time"])):
             self._take_in(event)
@@ -85,10 +90,14 @@ class Records:
         key = self._of.get(number)
         if key is not None:
             self._last[key] = name
+        if name in {"queued", "started", "restarted"} or "ran_as" in event:
+            before = self._ran.get(number, {}) if name == "restarted" else {}
+            self._ran[number] = {**before, **{k: event[k] for k in _RAN if k in event}}
         if name == "started":
             self._forget(event.get("output_dir"), number)
         elif name == "completed" and isinstance(overrides, list) and key is not None:
-            self._completed.setdefault(key, []).append(_completed(event))
+            completed = _completed(event, self._ran.get(number, {}))
+            self._completed.setdefault(key, []).append(completed)
 
     def _forget(self, output_dir: Any, number: Any) -> None:
         """Leave out what has completed where a job of its number has run since."""
@@ -127,7 +136,7 @@ class Records:
         return None, why
 
 
-def _completed(event: dict[str, Any]) -> Completed:
+def _completed(event: dict[str, Any], ran: dict[str, Any]) -> Completed:
     value, problem = None, ""
     if event.get("seal") != events.seal(event):
         problem = "its record has been changed"
@@ -147,6 +156,7 @@ def _completed(event: dict[str, Any]) -> Completed:
         seconds=seconds_of(event.get("seconds")) or 0.0,
         value=value,
         problem=problem,
+        ran=ran,
     )
 
 

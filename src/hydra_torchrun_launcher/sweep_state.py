@@ -8,11 +8,13 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from hydra_torchrun_launcher import claims, events
 from hydra_torchrun_launcher.errors import LookError
+from hydra_torchrun_launcher.job_files import STDERR, STDOUT
 from hydra_torchrun_launcher.job_state import STATES, JobState, seconds_of, text, texts
 from hydra_torchrun_launcher.processes import start_time
 
@@ -31,6 +33,8 @@ class SweepState:
         ended: when it ended, or None.
         jobs: its jobs, by number.
         earlier: jobs of earlier sweeps there that the last one did not have.
+        unread: how many files hold no event that this version knows: of jobs that had just been
+            queued, or written by a later version.
     """
 
     directory: str
@@ -41,6 +45,7 @@ class SweepState:
     ended: float | None = None
     jobs: dict[int, JobState] = field(default_factory=dict)
     earlier: dict[int, JobState] = field(default_factory=dict)
+    unread: int = 0
 
     def take_in(self, event: dict[str, Any]) -> None:
         """Go on by an event of one of its jobs."""
@@ -95,29 +100,31 @@ class Reader:
             ended=seconds_of(claim.get("ended")),
         )
         found: dict[int, JobState] = {}
+        last_sign = self._last_beat()
         for path in self._files():
             job = JobState(int(path.stem))
-            for event in self._events(path):
+            known = [event for event in self._events(path) if event["job"] == job.number]
+            for event in known:
                 job.take_in(event)
-            found[job.number] = job
+                last_sign = max(last_sign, float(event["time"]))
+            if known:
+                found[job.number] = job
+            else:
+                sweep.unread += 1
         own = [job for job in found.values() if job.queued >= (sweep.started or 0.0)]
         shown = own if sweep.started is not None else found.values()
         sweep.jobs = {job.number: job for job in shown}
         sweep.earlier = {n: job for n, job in found.items() if n not in sweep.jobs}
         sweep.state = self._state(claim, sweep)
         gone = sweep.earlier if sweep.state == "running" else found
-        last_sign = self._last_sign()
         for job in gone.values():
-            job.lose(last_sign if job.number in sweep.jobs else None)
+            job.lose(_last_sign(job, last_sign) if job.number in sweep.jobs else None)
         return sweep
 
-    def _last_sign(self) -> float | None:
-        """Return when the last launching process was heard of."""
+    def _last_beat(self) -> float:
+        """Return when the last launching process showed that it lived."""
         number = claims.last_number(self._folder)
-        try:
-            return None if number is None else claims.path_of(self._folder, number).stat().st_mtime
-        except OSError:
-            return None
+        return 0.0 if number is None else _touched(claims.path_of(self._folder, number))
 
     def _files(self) -> Iterable[Path]:
         found = [path for path in self._folder.glob("*.jsonl") if path.stem.isdecimal()]
@@ -135,14 +142,28 @@ class Reader:
         return self._seen[path][1]
 
     def _state(self, claim: dict[str, Any], sweep: SweepState) -> str:
-        if claim:
-            number = claims.last_number(self._folder) or 0
+        number = claims.last_number(self._folder)
+        if number is not None:  # its file may be empty still
             is_alive = claims.is_alive(claim, claims.path_of(self._folder, number))
             return "ended" if sweep.ended is not None else "running" if is_alive else "killed"
         running = [job for job in sweep.jobs.values() if job.state == "running"]
         if any(job.keeper and start_time(job.keeper[0]) == job.keeper[1] for job in running):
             return "running"
         return "killed" if running else "unknown"
+
+
+def _last_sign(job: JobState, launching: float) -> float:
+    """Return when a job was heard of last: by its ranks' output, or its launching process."""
+    folders = [Path(folder) for folder in chain(*job.attempts[-1:]) if folder is not None]
+    files = (folder / name for folder in folders for name in (STDOUT, STDERR))
+    return max([launching, *map(_touched, files)])
+
+
+def _touched(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _nothing_there(directory: Path) -> str:
