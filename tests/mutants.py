@@ -167,7 +167,7 @@ MUTANTS = [
     Mutant("resume", "if each.config == mark(config)]", "]", "test_resume.py::test_changed_config"),
     Mutant("resume", 'if event.get("seal") != events.seal(event):', "if False:", "test_resume.py::test_edited_record"),
     Mutant("resume", 'elif "type" in event:', "elif False:", "test_resume.py::test_value_that_no_record_holds"),
-    Mutant("resume", 'self._forget(event.get("output_dir"), event.get("job"))', "pass", "test_resume.py::test_files_written_over"),
+    Mutant("resume", 'self._forget(event.get("output_dir"), number)', "pass", "test_resume.py::test_files_written_over"),
     Mutant("resume", "if app not in (name, None):", "if False:", "test_resume.py::test_records_of_another_app"),
     Mutant("jobs", "problems += self._collisions(jobs)", "pass", "test_resume.py::test_jobs_in_another_order"),
     Mutant("tails", "key = there.st_dev, there.st_ino", "key = there.st_dev, console", "test_output.py::test_console_that_takes_nothing"),

@@ -370,7 +370,10 @@ def test_records_cut_anywhere(tmp_path: Path, ended: Ended) -> None:
         assert looked_at(tmp_path).jobs[1].state == "failed"
 
 
-ODD: tuple[Any, ...] = (None, -1, 3, 1e400, float("nan"), 10**400, "x", "", [], [{}], {}, True)
+ODD: tuple[Any, ...] = (
+    None, -1, 3, 1e400, float("nan"), 10**400, "x", "", [], [{}], {}, True,
+    "\0", ["\0"], ["\ud800"],
+)  # fmt: skip
 
 
 def test_claim_that_is_being_written(tmp_path: Path) -> None:
@@ -378,6 +381,18 @@ def test_claim_that_is_being_written(tmp_path: Path) -> None:
     events.EventFile(tmp_path / ".torchrun", 0).add("queued", overrides=[])
     (claim := tmp_path / ".torchrun/sweep.0.json").touch()
     assert Reader(str(tmp_path)).read().state == "running"
+    os.utime(claim, (time.time() - 3600,) * 2)
+    assert Reader(str(tmp_path)).read().state == "killed"
+
+
+@pytest.mark.parametrize("pid", ODD)
+def test_claim_with_an_odd_process_number(tmp_path: Path, pid: Any) -> None:
+    """That a sweep of which no more is known was killed is all that can be said."""
+    folder = tmp_path / ".torchrun"
+    claims.Claim.take(folder, "there", {"app": "app"})
+    events.EventFile(folder, 0).add("queued", overrides=[])
+    (claim,) = folder.glob("sweep.*.json")
+    claim.write_text(json.dumps({**json.loads(claim.read_text()), "pid": pid}))
     os.utime(claim, (time.time() - 3600,) * 2)
     assert Reader(str(tmp_path)).read().state == "killed"
 
@@ -467,6 +482,9 @@ def test_hostile_texts(tmp_path: Path) -> None:
     page = cli("report", tmp_path, "-o", "-").stdout
     assert text[:20] not in page
     assert data_of(page)["jobs"][0]["message"] == text
+    place = "\x1b]0;title\x07"
+    events.EventFile(tmp_path / ".torchrun", 1).add("started", output_dir=place, pids=[1])
+    assert "\\u001b]0;title\\u0007" in cli("logs", tmp_path, "--job", "1").stderr
 
 
 def many(count: int) -> SweepState:

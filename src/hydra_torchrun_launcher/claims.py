@@ -140,8 +140,8 @@ def _read(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):  # half a file: its writer was killed, or is at it
         return {}
-    is_ours = isinstance(found, dict) and found.get("v") == VERSION
-    return found if is_ours and {"pid", "host"} <= found.keys() else {}
+    is_ours = isinstance(found, dict) and found.get("v") == VERSION and "host" in found
+    return found if is_ours and type(found.get("pid")) is int else {}
 
 
 def is_alive(facts: dict[str, Any], path: Path) -> bool:

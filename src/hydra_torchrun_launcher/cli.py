@@ -24,6 +24,7 @@ from rich.text import Text
 from hydra_torchrun_launcher import job_logs, report, tables
 from hydra_torchrun_launcher.errors import LookError, printable
 from hydra_torchrun_launcher.sweep_state import Reader, SweepState
+from hydra_torchrun_launcher.telling import one_line
 
 _LOOK_S = 1.0
 """Between two looks at a sweep's directory."""
@@ -62,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse(problem: str) -> int:
-    print(f"hydra-torchrun: {printable(problem)}", file=sys.stderr)  # noqa: T201 - its output
+    lines = "\n".join(map(one_line, printable(problem).split("\n")))
+    print(f"hydra-torchrun: {lines}", file=sys.stderr)  # noqa: T201 - its output
     return 1
 
 

@@ -162,7 +162,7 @@ def _last_sign(job: JobState, launching: float) -> float:
 def _touched(path: Path) -> float:
     try:
         return path.stat().st_mtime
-    except OSError:
+    except (OSError, ValueError):  # an edited record may hold what is no path
         return 0.0
 
 
