@@ -10,7 +10,6 @@ import ipaddress
 import json
 import os
 import socket
-import struct
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -20,6 +19,7 @@ from typing import Any
 
 from hydra_torchrun_launcher.errors import StartError
 from hydra_torchrun_launcher.launched import Place
+from hydra_torchrun_launcher.lines import Line, listen_everywhere
 from hydra_torchrun_launcher.processes import Deadline
 from hydra_torchrun_launcher.wire import Closed, Readable, wait_readable
 
@@ -33,7 +33,6 @@ _ANSWER_S = 3
 """How long what listens at a port has to prove that it is rank 0."""
 _NONE_OF_OURS = (Closed, OSError, ValueError, KeyError, TypeError)
 """What reading from a stranger may raise, or from somebody who is gone."""
-_LENGTH = struct.Struct("<Q")
 _LONGEST_GREETING = 1000
 _ADDRESS = "hydra_torchrun_launcher/rank_0"
 """Key of rank 0's address in torchrun's store."""
@@ -67,7 +66,7 @@ class Meeting:
         self._limit_s = _limit_s()
         self.port = 0
         """The port at which rank 0 listened; it is free again."""
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[int, Line] = {}
         if place.rank == 0:
             self._gather()
         else:
@@ -128,7 +127,7 @@ class Meeting:
     def _gather(self) -> None:
         """Listen until each of the others has a connection."""
         limit = Deadline(self._limit_s)
-        strangers: list[_Line] = []
+        strangers: list[Line] = []
         with _listen(self._place) as server:
             self.port = server.getsockname()[1]
             token = _announce(self._place, self.port, self._limit_s)
@@ -142,11 +141,11 @@ class Meeting:
                     if self._is_settled(line, token):
                         strangers.remove(line)
                 if server in ready:
-                    strangers.append(_Line(server.accept()[0]))
+                    strangers.append(Line(server.accept()[0]))
         for line in strangers:
             line.close()
 
-    def _is_settled(self, line: _Line, token: str) -> bool:
+    def _is_settled(self, line: Line, token: str) -> bool:
         """Answer a connection's greeting; take it on once the rank has heard the answer."""
         try:
             for message in line.receive(_LONGEST_GREETING):
@@ -182,53 +181,9 @@ class Meeting:
         raise StartError(problem)
 
 
-class _Line:
-    """A connection for whole messages: their length, then JSON."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.rank: int | None = None
-        self._sock = sock
-        self._read = bytearray()
-
-    def fileno(self) -> int:
-        return self._sock.fileno()
-
-    def close(self) -> None:
-        self._sock.close()
-
-    def send(self, message: Any, limit_s: float) -> None:
-        """Send a message whole; an OSError if it takes longer than the limit."""
-        text = json.dumps(message).encode()
-        self._sock.settimeout(limit_s)
-        self._sock.sendall(_LENGTH.pack(len(text)) + text)
-
-    def receive(self, longest: int | None = None) -> list[Any]:
-        """Read what is there; return the message if that makes one whole, in a list.
-
-        Raises:
-            Closed: the other side is gone.
-            ValueError: that is no message of ours, or longer than allowed.
-        """
-        data = self._sock.recv(1 << 20, socket.MSG_DONTWAIT)
-        if not data:
-            raise Closed
-        self._read += data
-        if len(self._read) < _LENGTH.size:
-            return []
-        (length,) = _LENGTH.unpack_from(self._read)
-        if longest is not None and length > longest:
-            raise ValueError
-        end = _LENGTH.size + length
-        if len(self._read) < end:
-            return []
-        message = json.loads(self._read[_LENGTH.size : end])
-        del self._read[:end]
-        return [message]
-
-
 def _listen(place: Place) -> socket.socket:
     """Return a listening socket: at the first free port of those to try, or at any."""
-    make = _loopback if place.is_on_one_node else _everywhere
+    make = _loopback if place.is_on_one_node else listen_everywhere
     for port in place.candidates or (0,):
         with suppress(OSError):
             return make(port)
@@ -239,12 +194,6 @@ def _listen(place: Place) -> socket.socket:
 
 def _loopback(port: int) -> socket.socket:
     return socket.create_server(("127.0.0.1", port), backlog=1024)
-
-
-def _everywhere(port: int) -> socket.socket:
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=dual)
 
 
 def _announce(place: Place, port: int, limit_s: float) -> str:
@@ -294,10 +243,10 @@ def _torchruns_store(place: Place, limit_s: float) -> Any:
     )
 
 
-def _greet(host: str, port: int, greeting: dict[str, Any]) -> _Line | None:
+def _greet(host: str, port: int, greeting: dict[str, Any]) -> Line | None:
     """Return the connection to rank 0, if it listens there."""
     try:
-        line = _Line(socket.create_connection((host, port), _ANSWER_S))
+        line = Line(socket.create_connection((host, port), _ANSWER_S))
     except OSError:
         return None
     limit = Deadline(_ANSWER_S)
