@@ -34,6 +34,7 @@ mutants: .venv/.project
 
 bench: .venv/.project
 	.venv/bin/python benchmarks/launch.py
+	.venv/bin/python benchmarks/nodes.py
 
 clean:
 	rm -rf .venv .venv-hydra14 .mypy_cache .pytest_cache .ruff_cache

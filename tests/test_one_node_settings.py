@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from omegaconf import OmegaConf
 from hydra_torchrun_launcher.config import TorchrunConf
 from hydra_torchrun_launcher.errors import SettingsError
 from hydra_torchrun_launcher.machine import cpu_cores, nvidia_gpus, too_many_ranks
+from hydra_torchrun_launcher.node_settings import Nodes, is_own_address
 from hydra_torchrun_launcher.settings import check
 
 Run = Callable[..., Sweep]
@@ -34,6 +36,80 @@ def ranks(run: Sweep, job: int = 0) -> list[dict[str, Any]]:
 
 def environs(run: Sweep, name: str) -> list[str | None]:
     return [rank["env"].get(name) for rank in ranks(run)]
+
+
+TWO = {"nnodes": 2, "rdzv_endpoint": "node0"}
+
+
+def nodes_of(environ: dict[str, str] | None = None, **settings: Any) -> Nodes:
+    """Return the nodes that settings ask for."""
+    found = check(raw(**settings), environ or {}).nodes
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "endpoint"),
+    [
+        (TWO, "node0:29400"),
+        ({**TWO, "rdzv_endpoint": "node0:7"}, "node0:7"),
+        ({**TWO, "rdzv_endpoint": "[fd00::1]:7"}, "[fd00::1]:7"),
+        ({**TWO, "rdzv_endpoint": "[fd00::1]"}, "[fd00::1]:29400"),
+        ({"nnodes": 2, "master_addr": "node1"}, "node1:29400"),
+        ({"nnodes": 2, "master_addr": "fd00::1", "master_port": 7}, "[fd00::1]:7"),
+    ],
+)
+def test_endpoints(settings: dict[str, Any], endpoint: str) -> None:
+    """Where nodes meet, in torchrun's spellings."""
+    assert nodes_of(**settings).endpoint == endpoint
+
+
+@pytest.mark.parametrize(
+    ("settings", "leads"),
+    [
+        (TWO, None),
+        ({**TWO, "node_rank": 0}, True),
+        ({**TWO, "node_rank": 1}, False),
+        ({**TWO, "node_rank": 1, "rdzv_conf": "is_host=true"}, True),
+        ({**TWO, "rdzv_conf": {"is_host": False}}, False),
+    ],
+)
+def test_who_leads(settings: dict[str, Any], leads: bool | None) -> None:
+    """Torchrun's `is_host`, then node 0, then whose address the endpoint is."""
+    assert nodes_of(**settings).leads is leads
+
+
+def test_times() -> None:
+    """How long nodes wait for each other: torch's default, its two spellings, and ours."""
+    assert nodes_of(**TWO).join_timeout_s == 600
+    assert nodes_of(**TWO, rdzv_timeout=5).join_timeout_s == 5
+    assert nodes_of(**TWO, rdzv_conf="join_timeout=7").join_timeout_s == 7
+    assert nodes_of(**TWO).lost_after_s == 60
+
+
+def test_slurms_variables() -> None:
+    """`auto` counts Slurm's nodes; rank, host and port come from it where nothing else is set."""
+    slurm = {
+        "SLURM_JOB_ID": "12345", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_NODES": "3",
+        "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": "gpu[03-05]", "SLURM_NODEID": "1",
+    }  # fmt: skip
+    found = nodes_of(slurm, nnodes="auto")
+    assert (found.count, found.rank, found.host, found.leads) == (3, 1, "gpu03", False)
+    assert found.port == nodes_of({**slurm, "SLURM_NODEID": "2"}, nnodes="auto").port
+    assert found.port != nodes_of({**slurm, "SLURM_STEP_ID": "3"}, nnodes="auto").port
+    assert nodes_of(slurm, nnodes="auto", rdzv_endpoint="other:9").endpoint == "other:9"
+    with pytest.raises(SettingsError, match="started this app 6 times on 3 nodes"):
+        nodes_of({**slurm, "SLURM_STEP_NUM_TASKS": "6"}, nnodes="auto")
+    assert check(raw(nnodes="auto"), {}).nodes is None, "one, outside of Slurm"
+
+
+def test_whose_address_it_is() -> None:
+    """A name is this machine's if it resolves to one of its addresses."""
+    assert is_own_address("localhost")
+    assert is_own_address("127.0.0.1")
+    assert is_own_address(socket.gethostname())
+    assert not is_own_address("192.0.2.1")
+    assert not is_own_address("no-such-host.invalid")
 
 
 @pytest.mark.parametrize(
@@ -60,10 +136,16 @@ def test_one_node(nodes: dict[str, Any]) -> None:
         ({"nnodes": "1:"}, "nnodes='1:': expected"),
         ({"nnodes": 1, "min_nodes": 2}, "contradict"),
         ({"min_nodes": 2, "max_nodes": 1}, "contradict"),
-        ({"nnodes": 2, "max_nodes": 2}, "one node only"),
-        ({"nnodes": "1:3"}, "one node only"),
-        ({"min_nodes": 2}, "one node only"),
-        ({"max_nodes": 2}, "one node only"),
+        ({"nnodes": 2, "max_nodes": 2}, "rdzv_endpoint=null: 2 nodes need it"),
+        ({"min_nodes": 2}, "rdzv_endpoint=null: 2 nodes need it"),
+        ({"nnodes": "1:3"}, "nnodes=1:3 (or min_nodes, max_nodes): expected one number"),
+        ({"max_nodes": 2}, "expected one number"),
+        ({"nnodes": "many"}, "nnodes='many': expected a number from 1, or auto"),
+        ({**TWO, "node_rank": 2}, "node_rank=2: expected a number below the number of nodes, 2"),
+        ({**TWO, "rdzv_conf": {"is_host": "maybe"}}, "rdzv_conf.is_host='maybe'"),
+        ({**TWO, "rdzv_conf": "join_timeout=soon"}, "rdzv_conf.join_timeout='soon'"),
+        ({**TWO, "node_timeout_s": 0}, "node_timeout_s=0: expected seconds from 1"),
+        ({**TWO, "master_port": 65536}, "master_port=65536: expected a port"),
         ({"node_rank": 1}, "node_rank=1"),
         ({"node_rank": -1}, "node_rank=-1"),
         ({"rdzv_backend": "etcd"}, "rdzv_backend='etcd': expected c10d, static or null"),
@@ -103,7 +185,7 @@ def test_nodes_that_scripts_add(sweep: Run) -> None:
     assert run.status == 0, run.output
     run = sweep("faults.py", "+hydra.launcher.nnodes=2", "hydra.launcher.max_nodes=2").wait()
     assert run.status == 1
-    assert "nnodes=2 (or min_nodes, max_nodes): the launcher starts ranks on one node" in run.output
+    assert "hydra.launcher.rdzv_endpoint=null: 2 nodes need it" in run.output
 
 
 @pytest.mark.hydra_versions

@@ -23,6 +23,8 @@ from torch.distributed.elastic.multiprocessing.api import (
 )
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousParameters,
     rendezvous_handler_registry,
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -30,7 +32,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from hydra_torchrun_launcher.errors import refused
 from hydra_torchrun_launcher.log_specs import RankLogs
 from hydra_torchrun_launcher.processes import flush_standard_streams
-from hydra_torchrun_launcher.rendezvous import BACKEND, OneNode
+from hydra_torchrun_launcher.rendezvous import (
+    BACKEND,
+    NoMoreRoundsError,
+    OneNode,
+    SeveralNodes,
+)
 from hydra_torchrun_launcher.tails import Tails
 from hydra_torchrun_launcher.wire import Channel, Closed, wait_readable
 
@@ -73,13 +80,14 @@ def _launch(settings: dict[str, Any], keeper: _Keeper) -> dict[str, Any]:
     keeper.grace_s = settings["shutdown_timeout_s"]
     keeper.wait_s = settings["monitor_interval_s"]
     keeper.job_label = settings["job_label"]
+    node: dict[str, Any] | None = settings["node"]
     fields = {field.name for field in dataclasses.fields(LaunchConfig)}
     unknown = sorted(set(settings["launch_config"]) - fields)
     if unknown:
         known = ", ".join(sorted(fields))
         message = f"hydra.launcher.extra: {', '.join(unknown)}: the installed torch's LaunchConfig "
         return {"state": "refused", "message": f"{message}has no such field; it has {known}"}
-    rendezvous_handler_registry.register(BACKEND, OneNode)
+    rendezvous_handler_registry.register(BACKEND, lambda found: keeper.rendezvous(found, node))
     # The one seam: LocalElasticAgent starts ranks by this module-level name, whatever LaunchConfig
     # says. The base class of what it makes is public (PContext). test_agent.py fails if it moves.
     local_elastic_agent.start_processes = keeper.start_processes  # type: ignore[attr-defined,assignment]
@@ -89,6 +97,8 @@ def _launch(settings: dict[str, Any], keeper: _Keeper) -> dict[str, Any]:
         return {"state": "failed"}
     except SignalException as stopped:
         return {"state": "stopped", "signal": int(stopped.sigval)}
+    except NoMoreRoundsError:
+        return {"state": "failed"}
     return {"state": "succeeded" if keeper.finished else "failed"}
 
 
@@ -102,9 +112,10 @@ def _launch_config(settings: dict[str, Any]) -> LaunchConfig:
     Fields come and go with torch's releases: one that this torch lacks is left out, one that we
     do not know keeps torch's default.
     """
+    count = settings["node"]["count"] if settings["node"] else 1
     wanted = {
-        "min_nodes": 1,
-        "max_nodes": 1,
+        "min_nodes": count,
+        "max_nodes": count,
         "nproc_per_node": settings["nproc_per_node"],
         "logs_specs": RankLogs(settings),
         "run_id": settings["run_id"] or uuid.uuid4().hex,
@@ -130,6 +141,7 @@ class _Keeper:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._attempts = 0
+        self._several: SeveralNodes | None = None
         self.grace_s = 0.0
         self.wait_s = 0.1
         self.job_label = ""
@@ -144,6 +156,29 @@ class _Keeper:
         ranks.start()
         return ranks
 
+    def rendezvous(
+        self, parameters: RendezvousParameters, node: dict[str, Any] | None
+    ) -> RendezvousHandler:
+        """Return how the job's nodes meet."""
+        if node is None:
+            return OneNode(parameters)
+        self._several = SeveralNodes(parameters.run_id, node, self._join)
+        return self._several
+
+    def _join(self, port: int | None) -> dict[str, Any]:
+        """Wait for the next round; the leader knows how long."""
+        self._channel.send({"op": "join", "port": port})
+        found = self._wait_for({"round", "refuse"}, math.inf)
+        self._attempts = found.get("number", 0)
+        return found
+
+    def variables(self) -> dict[str, str]:
+        """Return what elastic says of a rank that is another thing on several nodes.
+
+        It counts the restarts that this node asked for.
+        """
+        return {"TORCHELASTIC_RESTART_COUNT": str(self._attempts)} if self._several else {}
+
     def begin_attempt(self) -> None:
         self.failures, self.finished = {}, False
         self._channel.send({"op": "attempt", "number": self._attempts})
@@ -151,12 +186,12 @@ class _Keeper:
 
     def spawn(self, order: dict[str, Any]) -> int:
         self._channel.send({"op": "spawn", **order})
-        return int(self._wait_for("pid", _KEEPER_ANSWERS_S)["pid"])
+        return int(self._wait_for({"pid"}, _KEEPER_ANSWERS_S)["pid"])
 
     def stop(self, signum: int) -> None:
         """Return when no rank and nothing that ranks started is left."""
         self._channel.send({"op": "stop", "signal": signum})
-        self._wait_for("stopped", self.grace_s + _KEEPER_ANSWERS_S)
+        self._wait_for({"stopped"}, self.grace_s + _KEEPER_ANSWERS_S)
 
     def say_busy(self) -> None:
         """Ask for time: the console takes nothing for now."""
@@ -166,12 +201,12 @@ class _Keeper:
         """Take in what the keeper says of the ranks, for at most `timeout_s` seconds."""
         self._hear(time.monotonic() + timeout_s)
 
-    def _wait_for(self, operation: str, timeout_s: float) -> dict[str, Any]:
+    def _wait_for(self, answers: set[str], timeout_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
         while (message := self._hear(deadline)) is not None:
-            if message["op"] == operation:
+            if message["op"] in answers:
                 return message
-        problem = f"the keeper did not answer {operation!r} within {timeout_s:g} s"
+        problem = f"the keeper did not answer {' or '.join(answers)} within {timeout_s:g} s"
         raise TimeoutError(problem)
 
     def _hear(self, deadline: float) -> dict[str, Any] | None:
@@ -184,6 +219,8 @@ class _Keeper:
         if message["op"] == "failed":
             self.failures[message["local_rank"]] = message["exit"]
         self.finished = self.finished or message["op"] == "finished"
+        if self._several is not None and message["op"] == "regroup":
+            self._several.others_wait = True
         return message
 
     def _wait_readable(self, deadline: float) -> bool:
@@ -218,12 +255,13 @@ class _Ranks(PContext):
             keeper.tails.follow(name, prefix, stream)
 
     def _start(self) -> None:
+        variables = self._keeper.variables()
         self._keeper.begin_attempt()
         for local_rank in range(self.nprocs):
             self._pids[local_rank] = self._keeper.spawn(
                 {
                     "local_rank": local_rank,
-                    "env": self.envs[local_rank],
+                    "env": {**self.envs[local_rank], **variables},
                     "stdout": self.stdouts[local_rank],
                     "stderr": self.stderrs[local_rank],
                 }

@@ -153,6 +153,7 @@ class Batch:
         """Start a job if there is room for it."""
         if self._watch.received is not None:
             return False
+        self._jobs.check_nodes()
         share = self._lender.take(waiting.ranks)
         if share is None:
             return False

@@ -44,7 +44,8 @@ class TorchrunConf:
     else CPU cores)."""
 
     nnodes: Any = _pet("NNODES")
-    """Nodes of a job; null: 1. This version runs on one node."""
+    """Nodes of every job, each of which is started with the same command; null: 1. `auto`: as many
+    as Slurm has given to this step or job, or 1 outside of Slurm. One value for the sweep."""
 
     min_nodes: int | None = None
     """The older launcher's spelling of the same: the least number of nodes."""
@@ -53,26 +54,41 @@ class TorchrunConf:
     """The largest number of nodes."""
 
     node_rank: int | None = _pet("NODE_RANK")
-    """This node's rank among the nodes; 0 for one node."""
+    """This node's rank among the nodes. Null: the leader is node 0, or Slurm counts them, or they
+    are counted by their names. Node 0 leads, unless rdzv_conf says is_host."""
 
     rdzv_backend: str | None = _pet("RDZV_BACKEND")
-    """How nodes meet: `c10d` or `static`. One node needs no meeting and listens on a free port of
-    the loopback interface, whatever the rdzv settings say."""
+    """`c10d` or `static`, which mean the same here: nodes meet at rdzv_endpoint. One node needs no
+    meeting and listens on a free port of the loopback interface, whatever the settings say."""
 
     rdzv_endpoint: str | None = _pet("RDZV_ENDPOINT")
-    """Where nodes meet, as in `node0:29400`; unused with one node."""
+    """Where nodes meet, as in `node0:29400`: the leader's name or address, and a port that is free
+    there (29400 where none is given). Null: master_addr and master_port, or Slurm's first host."""
+
+    master_addr: str | None = _pet("MASTER_ADDR")
+    """The same without the port, where rdzv_endpoint is null."""
+
+    master_port: int | None = _pet("MASTER_PORT")
+    """The port that goes with master_addr; null: 29400."""
 
     rdzv_id: str | None = _pet("RDZV_ID")
-    """The job's id for torch elastic (TORCHELASTIC_RUN_ID). Null or `none`: a new one for each."""
+    """The job's id for torch elastic (TORCHELASTIC_RUN_ID). Null or `none`: a new one for each.
+    Nodes with another one are turned away."""
 
     rdzv_timeout: int | None = None
-    """Seconds that nodes wait for each other, from 1; unused with one node. Null or -1: torch's."""
+    """Seconds that nodes wait for each other, from 1; unused with one node. Null or -1: torch's,
+    600."""
 
     rdzv_conf: Any = _pet("RDZV_CONF")
-    """Further settings of the meeting, a mapping or `name=value,…`; unused with one node."""
+    """Further settings of the meeting, a mapping or `name=value,…`: `is_host` says whether this
+    node leads, `join_timeout` or `timeout` what rdzv_timeout says."""
+
+    node_timeout_s: float = 60
+    """Seconds without a word from a node after which it is lost, and with it the job and the sweep;
+    unused with one node."""
 
     local_addr: str | None = _pet("LOCAL_ADDR")
-    """This node's address for the others; unused with one node."""
+    """This node's name or address for the others. Null: the one by which it reaches the leader."""
 
     max_restarts: int = _pet("MAX_RESTARTS", "0")
     """How often a job whose rank failed is started again, all ranks of it; torchrun's default."""

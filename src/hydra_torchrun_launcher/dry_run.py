@@ -41,26 +41,45 @@ def describe(
     if settings.launch_config.get("virtual_local_rank"):
         seen = variables.get("CUDA_VISIBLE_DEVICES") or f"0…{ranks - 1}"
         sets |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": f"<one of {seen} for each rank>"}
+    each = "1 rank" if ranks == 1 else f"{ranks} ranks"
     lines = [
         f"{name}: {' '.join(overrides) or 'no overrides'}",
-        f"  1 node x {ranks} {'rank' if ranks == 1 else 'ranks'} ({settings.start_method.name})",
+        f"  {_nodes(settings)} x {each} ({settings.start_method.name})",
         "  sets: " + " ".join(f"{k}={shlex.quote(str(v))}" for k, v in sets.items()),
-        f"  like: {_command(hydra, overrides, ranks, variables)}",
+        f"  like: {_command(hydra, overrides, _meeting(settings, ranks), variables)}",
     ]
     return "\n".join(lines)
 
 
+def _nodes(settings: Settings) -> str:
+    return "1 node" if settings.nodes is None else f"{settings.nodes.count} nodes"
+
+
+def _meeting(settings: Settings, ranks: int) -> list[str]:
+    """Return torchrun's options for the world."""
+    nodes, each = settings.nodes, f"--nproc-per-node={ranks}"
+    if nodes is None:
+        return ["--standalone", each]
+    endpoint = f"--rdzv-endpoint={nodes.endpoint}"
+    return [f"--nnodes={nodes.count}", each, "--rdzv-backend=c10d", endpoint]
+
+
+def _numbers(count: int) -> str:
+    return "0" if count == 1 else f"0…{count - 1}"
+
+
 def _elastics(settings: Settings, ranks: int) -> dict[str, Any]:
     """Return the variables that torch elastic sets in each rank, in short."""
-    each = "0" if ranks == 1 else f"0…{ranks - 1}"
-    world = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), ranks)
+    count = 1 if settings.nodes is None else settings.nodes.count
     return {
-        **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), each),
-        **world,
-        "GROUP_RANK": 0,
-        "GROUP_WORLD_SIZE": 1,
+        **dict.fromkeys(("RANK", "ROLE_RANK"), _numbers(count * ranks)),
+        "LOCAL_RANK": _numbers(ranks),
+        **dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), count * ranks),
+        "LOCAL_WORLD_SIZE": ranks,
+        "GROUP_RANK": _numbers(count),
+        "GROUP_WORLD_SIZE": count,
         "ROLE_NAME": settings.role,
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": "127.0.0.1" if count == 1 else "<node 0>",
         "MASTER_PORT": "<free>",
         "TORCHELASTIC_RUN_ID": settings.run_id or "<new>",
         "TORCHELASTIC_RESTART_COUNT": 0,
@@ -71,10 +90,12 @@ def _elastics(settings: Settings, ranks: int) -> dict[str, Any]:
     }
 
 
-def _command(hydra: Any, overrides: Sequence[str], ranks: int, variables: Mapping[str, str]) -> str:
+def _command(
+    hydra: Any, overrides: Sequence[str], meeting: list[str], variables: Mapping[str, str]
+) -> str:
     given: Any = OmegaConf.to_container(hydra.launcher, resolve=True)
     usual: Any = OmegaConf.to_container(OmegaConf.structured(TorchrunConf), resolve=True)
-    options = ["--standalone", f"--nproc-per-node={ranks}"]
+    options = [*meeting]
     for name in _AS_TORCHRUN:
         if given[name] != usual[name]:
             option = f"--{name.replace('_', '-')}"

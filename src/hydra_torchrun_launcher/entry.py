@@ -95,7 +95,7 @@ def _decorated(task_function: TaskFunction, hydra_main: Any, caller: str) -> Cal
     @functools.wraps(task_function)
     def decorated(cfg_passthrough: Any = None) -> Any:
         if cfg_passthrough is None:
-            return _start(with_hydra)
+            return _start(with_hydra, task_function)
         charge, guard.in_charge = guard.in_charge, None  # this is a call and no run
         try:
             return with_hydra(cfg_passthrough)
@@ -125,7 +125,7 @@ def _stand_where(function: Any, task: Any, file: str) -> None:
     function.__wrapped__.__module__ = task.__module__
 
 
-def _start(with_hydra: Callable[[], Any]) -> Any:
+def _start(with_hydra: Callable[[], Any], task_function: TaskFunction) -> Any:
     """Start the app."""
     guard.starting()
     try:
@@ -136,8 +136,12 @@ def _start(with_hydra: Callable[[], Any]) -> Any:
     if place is not None:
         from hydra_torchrun_launcher import external
 
-        return external.run(place, with_hydra)
-    charge = guard.in_charge = _Charge()
+        is_node = external.is_a_node(with_hydra) if place.may_be_a_node else False
+        if is_node is None:
+            return None
+        if not is_node:
+            return external.run(place, with_hydra)
+    charge = guard.in_charge = _Charge(task_function)
     try:
         return with_hydra()
     except (SystemExit, JobStoppedError):
@@ -161,7 +165,8 @@ def _asks_for_ranks() -> bool:
 class _Charge:
     """What `main` does within a run of Hydra's: the guard's hooks hand over to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, task_function: TaskFunction) -> None:
+        self._task_function = task_function
         self._run: SingleRun | None = None
         self._failed: Exception | None = None
         self._error: BaseException | None = None
@@ -181,7 +186,7 @@ class _Charge:
         from hydra_torchrun_launcher.single import SingleRun
 
         try:
-            self._run = SingleRun(config)
+            self._run = SingleRun(config, self._task_function)
         except JobStoppedError as stopped:  # while accelerators were counted, in a dry run
             signal.raise_signal(stopped.signum)
             raise SystemExit(1) from None

@@ -110,6 +110,10 @@ class FailFastError(LauncherError):
         return (type(self), (self.what, self.failed, self.why))
 
 
+class NodeLostError(LauncherError):
+    """A node of several is gone, and with it the job that ran and the sweep; says which and why."""
+
+
 class SweepEndedError(LauncherError):
     """The sweep has ended while the job ran; the message says why."""
 

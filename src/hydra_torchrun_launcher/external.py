@@ -7,26 +7,32 @@ status it leaves. The others compose without side effects, take rank 0's values,
 from __future__ import annotations
 
 import atexit
-import copy
 import importlib
 import logging
 import os
 import signal
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.core.utils import env_override, setup_globals
 from hydra.types import RunMode, TaskFunction
-from omegaconf import OmegaConf, open_dict, read_write
+from omegaconf import OmegaConf
 
-from hydra_torchrun_launcher import guard, overlay, payload, rank_logging, recording, tagged
-from hydra_torchrun_launcher.errors import LauncherError, StartError, TransportError, printable
+from hydra_torchrun_launcher import (
+    guard,
+    published,
+    rank_logging,
+    recording,
+    settings,
+    tagged,
+)
+from hydra_torchrun_launcher.config import TorchrunConf
+from hydra_torchrun_launcher.errors import LauncherError, StartError, printable
 from hydra_torchrun_launcher.hydra_job import hydra_logs_failures, log_to_files
 from hydra_torchrun_launcher.launched import MARK, Place
 from hydra_torchrun_launcher.meeting import Meeting, meet
@@ -62,6 +68,43 @@ def run(place: Place, with_hydra: Callable[[], Any]) -> Any:
         raise SystemExit(1) from None
     finally:
         guard.in_charge = None
+
+
+class _Seen(BaseException):
+    """The config has been looked at: Hydra is to do nothing more."""
+
+
+def is_a_node(with_hydra: Callable[[], Any]) -> bool | None:
+    """Tell whether the app is to start ranks here, as one of several nodes, by its config.
+
+    Args:
+        with_hydra: starts Hydra.
+
+    Returns:
+        None where the app runs nothing at all (--help), and has said what it had to.
+    """
+    seen: list[bool] = []
+
+    def look(_: Callable[..., Any], **arguments: Any) -> None:
+        with suppress(Exception):  # the run will say what is wrong
+            config = arguments["hydra"].compose_config(
+                config_name=arguments["config_name"],
+                overrides=list(arguments["overrides"]),
+                run_mode=RunMode.RUN,
+                with_log_configuration=False,
+            )
+            is_ours = OmegaConf.select(config, "hydra.launcher._target_") == TorchrunConf._target_
+            seen.append(is_ours and settings.read(config, os.environ).nodes is not None)
+        raise _Seen
+
+    try:
+        with _in_place_of_hydras_run(look):
+            with_hydra()
+    except _Seen:
+        return any(seen)
+    finally:
+        GlobalHydra.instance().clear()
+    return None
 
 
 class _Rank:
@@ -140,19 +183,9 @@ class _Leader(_Rank):
         hydra = HydraConfig.get()
         # Its interpolations are resolved in the whole config, whose cache is not HydraConfig's.
         configs = (config, hydra._get_root())  # type: ignore[attr-defined] # noqa: SLF001
-        for each, cache in zip(configs, self._kept.read().get("caches", ()), strict=False):
-            _set_cache(each, cache)
-        for each in configs:
-            payload.evaluate_cached_resolvers(each)
-        caches = [_shared_values(each) for each in configs]
-        job = tagged.dumps({
-            "config": overlay.raw(config),
-            "hydra": overlay.raw(hydra),
-            "resolvers": caches,
-            "overrides": [*hydra.overrides.hydra, *hydra.overrides.task],
-            "working_dir": os.getcwd(),
-            "env_set": _shared_variables(overlay.raw(hydra.job.env_set)),
-        })  # fmt: skip
+        published.set_caches(configs, self._kept.read().get("caches", ()))
+        job = published.publish(configs, hydra, os.getcwd(), os.environ)
+        caches = published.caches_of(configs)
         self._told = True
         self._meeting.tell({"job": job})
         self._kept.write(str(hydra.runtime.output_dir), caches)
@@ -210,27 +243,20 @@ class _Follower(_Rank):
             run_mode=RunMode.RUN,
             with_log_configuration=False,
         )
-        overlay.lay({**job["config"], "hydra": job["hydra"]}, config)
-        stack.callback(setattr, HydraConfig.instance(), "cfg", HydraConfig.instance().cfg)
-        HydraConfig.instance().set_config(config)
-        task_config = copy.deepcopy(config)
-        with read_write(task_config), open_dict(task_config):
-            del task_config["hydra"]
-        for each, cache in zip((task_config, config), job["resolvers"], strict=True):
-            _set_cache(each, cache)
+        task_config, _ = published.lay(job, config, stack)
         self._enter_job(job, stack)
         return task_config
 
     def _enter_job(self, job: dict[str, Any], stack: ExitStack) -> None:
         """Set directory, variables and logging as Hydra does around a task."""
         hydra = HydraConfig.get()
-        output_dir = Path(hydra.runtime.output_dir)
-        output_dir.mkdir(parents=True, exist_ok=True)
+        output_dir = str(hydra.runtime.output_dir)
+        working_dir = published.enter_directory(job, output_dir)
         if os.environ.get("LOCAL_RANK") == "0":
-            self._kept.write(str(output_dir), job["resolvers"])
-        if job["working_dir"] == os.path.realpath(output_dir):
+            self._kept.write(output_dir, job["resolvers"])
+        if working_dir is not None:
             stack.callback(_change_back, os.getcwd())
-            os.chdir(output_dir)
+            os.chdir(working_dir)
         stack.enter_context(env_override({**hydra.job.env_set, **job["env_set"]}))
         whitelist = rank_logging.active_whitelist()
         rank_logging.configure(HydraConfig.instance().cfg, (self._place.rank, ""), whitelist)
@@ -272,40 +298,6 @@ def _status(error: BaseException | None) -> int | None:
     if not isinstance(error, SystemExit):
         return 1
     return error.code if isinstance(error.code, int) else int(error.code is not None)
-
-
-def _set_cache(config: Any, cache: dict[str, Any]) -> None:
-    # OmegaConf adds what is not there yet, by resolver.
-    OmegaConf.set_cache(config, defaultdict(dict, cache))
-
-
-def _shared_values(config: Any) -> dict[str, Any]:
-    """Return what resolvers with use_cache=True have given for a config, by their names.
-
-    Raises:
-        TransportError: one has given what is no data.
-    """
-    cache: dict[str, Any] = OmegaConf.get_cache(config)
-    for name, values in cache.items():
-        try:
-            tagged.dumps(values)
-        except TransportError as error:
-            problem = (
-                f"The resolver {name!r}, whose values ranks share (use_cache=True), has one that "
-                f"cannot be sent to the other ranks: {str(error).rpartition(': ')[2]}"
-            )
-            raise TransportError(problem) from None
-    return cache
-
-
-def _shared_variables(env_set: dict[str, Any]) -> dict[str, str]:
-    """Return what the job has set that all ranks must see alike: Hydra keeps it nowhere else."""
-    mark = payload.cached_resolvers_mark()
-    return {
-        name: os.environ[name]
-        for name, value in env_set.items()
-        if isinstance(value, str) and mark.search(value)
-    }
 
 
 @contextmanager

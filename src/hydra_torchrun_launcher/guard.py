@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -40,6 +41,10 @@ in_charge: Any = None
 """What `hydra_torchrun_launcher.main` does in the run that it has started; None in all others."""
 
 
+at_multirun_end: list[Callable[[], None]] = []
+"""What is to be done when a sweep has ended well."""
+
+
 def starting() -> None:
     """Say that `hydra_torchrun_launcher.main` starts an app now; a rank that only imports the app's
     script takes this function's place.
@@ -57,15 +62,20 @@ class Hook(Enum):
     on_job_end = "on_job_end"
 
     def __call__(self, *, config: Any, job_return: Any = None, **_: Any) -> None:
-        """End a single run before any work, or let `main` do it; do nothing at all other hooks.
+        """End a single run before any work, or let `main` do it; tell the end of a sweep to those
+        who wait for it.
 
         Raises:
-            SystemExit: the guard is on. Hydra turns other exceptions of a callback into warnings.
+            SystemExit: the guard is on, or other nodes did not hear of the end of the sweep.
+                Hydra turns other exceptions of a callback into warnings.
         """
         if in_charge is not None and self is Hook.on_run_start:
             in_charge.on_run_start(config)
         elif in_charge is not None and self is Hook.on_job_end:
             in_charge.on_job_end(job_return)
+        elif self is Hook.on_multirun_end:
+            while at_multirun_end:
+                at_multirun_end.pop()()
         elif self is Hook.on_run_start and config.hydra.launcher.guard:
             started = "TORCHELASTIC_RUN_ID" in os.environ
             sys.stderr.write(_IN_RANKS if started else _MESSAGE)

@@ -32,6 +32,7 @@ from hydra_torchrun_launcher.processes import (
 )
 from hydra_torchrun_launcher.servers import Server
 from hydra_torchrun_launcher.signals import SignalWatch
+from hydra_torchrun_launcher.team import Team
 from hydra_torchrun_launcher.wire import Closed, Fd, channel_pair
 
 log = logging.getLogger(__name__)
@@ -80,13 +81,16 @@ def _shown(text: str) -> str:
 class JobRun:
     """One job's processes, as the launching process sees them."""
 
-    def __init__(self, job: HandedOver, server: Server, document: Fd, *, owns_server: bool) -> None:
+    def __init__(
+        self, job: HandedOver, server: Server, document: Fd, team: Team, *, owns_server: bool
+    ) -> None:
         """Hand the job to its server.
 
         Args:
             job: what is known of it here.
             server: forks its keeper.
             document: the plan and the ranks' payload.
+            team: the parts of the job on other nodes.
             owns_server: end the server with the job.
         """
         self._key = job.key
@@ -101,6 +105,8 @@ class JobRun:
         self._limit = Deadline()
         self._server = server
         self._owns_server = owns_server
+        self._team = team
+        self._team_knows_the_end = False
         self._has_completed = False
         self._failed_first = False
         self.restarts: list[str] = []
@@ -127,6 +133,7 @@ class JobRun:
         finally:
             keepers_end.close()
             document.close()
+        team.join(self)
 
     @property
     def server(self) -> Server:
@@ -136,6 +143,10 @@ class JobRun:
     @property
     def is_over(self) -> bool:
         """Whether nothing of the job is left, or nothing more can be heard of it."""
+        return self._own_part_is_over and self._team.is_over
+
+    @property
+    def _own_part_is_over(self) -> bool:
         heard_all = self._job.fileno() < 0 and (self._ended is not None or self._server.dead)
         return heard_all or (self._cannot_go_on is not None and self._server.dead)
 
@@ -146,7 +157,8 @@ class JobRun:
     @property
     def wait_s(self) -> float | None:
         """Seconds until `keep_time` has something to do; None: never."""
-        limits = (self._server.start_s_left, self._limit.remaining_s, self._time.remaining_s)
+        limits = [self._server.start_s_left, self._limit.remaining_s, self._time.remaining_s]
+        limits.append(self._team.wait_s)
         return min((limit for limit in limits if limit is not None), default=None)
 
     def keep_time(self) -> None:
@@ -162,6 +174,11 @@ class JobRun:
             self._end_in_time()
         if self._limit.passed:
             self._end_by_force()
+        if self._own_part_is_over and not self._team_knows_the_end:
+            self._team_knows_the_end = True
+            well = self._done is not None and self._done["state"] == "succeeded"
+            self._team.own_has_ended(well=well)
+        self._team.keep_time()
 
     def give_up(self, error: Exception) -> None:
         """End the job, of which not all can be known any more: its result is this error."""
@@ -210,6 +227,13 @@ class JobRun:
             else:
                 self._give_server_up(signal.SIGTERM)
 
+    def end(self, error: Exception) -> None:
+        """End the job with others, whatever it is at; its result is this error if it has none."""
+        if self._is_decided:
+            self._ask_to_leave(signal.SIGTERM)
+        else:
+            self.stop(error)
+
     def _end_in_time(self) -> None:
         """End a job whose time is up, once its ranks have said where they stand."""
         self._limit.within(_STACKS_S + self._shutdown_timeout_s + _KEEPER_ANSWERS_S)
@@ -233,6 +257,7 @@ class JobRun:
         """End a server that imports still: there may be nobody to hear an order."""
         self._server.close()
         self._done = {"state": "stopped", "signal": signum}
+        self._team.pass_on({"op": "stop", "signal": signum})
 
     def _ask_to_leave(self, signum: int) -> None:
         self._limit.clear()
@@ -240,6 +265,11 @@ class JobRun:
         self._order({"op": "stop", "signal": signum})
 
     def _order(self, order: dict[str, Any]) -> None:
+        self.order(order)
+        self._team.pass_on(order)
+
+    def order(self, order: dict[str, Any]) -> None:
+        """Have the keeper do something."""
         with suppress(Closed):  # it is over
             self._job.send(order)
 
@@ -264,16 +294,14 @@ class JobRun:
             return
         operation = message["op"]
         if operation == "failed":
-            self._note_failure(Failure.read(message, fds[0]))
-        elif operation == "ranks":
-            self._note_start(message)
-        elif operation == "completed":  # what it leaves behind, or shows, is no part of its work
-            self._has_completed = True
-            self._time.clear()
+            failure = Failure.read(message, fds[0])
+            self.note_failure(failure)
+            self._team.failed(failure)
         elif operation == "stacks":
             dump = os.pread(fds[0].fileno(), _LONGEST_STACKS, 0).decode(errors="replace")
             stood = stacks.where(dump) if dump else f"unknown: its process is {message['status']}"
-            self._stood[message["global_rank"]] = stood
+            self.note_stand(message["global_rank"], stood)
+            self._team.stands(message["global_rank"], stood)
         elif operation == "lingered":
             log.warning(
                 "%s: rank %d returned but did not leave in time (a thread or an exit handler "
@@ -284,11 +312,23 @@ class JobRun:
             self._value = fds[0] if fds else None
             if message["state"] == "stuck":
                 log.warning("%s: %s", self._name, describe("stuck", message, None))
+        else:
+            self._team.hear(message)
 
-    def _note_start(self, message: dict[str, Any]) -> None:
-        attempt = message["attempt"]
-        processes = {
-            **{name: message[name] for name in ("pids", "folders")},
+    def note_stand(self, rank: int, stood: str) -> None:
+        """Note where a rank stood when the time was up."""
+        self._stood[rank] = stood
+
+    def note_completion(self) -> None:
+        """Note that all ranks have completed: what they leave behind, or show, is no work."""
+        self._has_completed = True
+        self._time.clear()
+
+    def note_start(self, message: dict[str, Any]) -> None:
+        """Note that the ranks of an attempt are there."""
+        attempt, names = message["attempt"], ("pids", "folders", "hosts")
+        processes: dict[str, Any] = {
+            **{name: message[name] for name in names if name in message},
             "keeper": self._keeper_pid,
             "keeper_start": start_time(self._keeper_pid or 0),
         }
@@ -303,7 +343,13 @@ class JobRun:
         """Which rank failed first, as facts for an event."""
         return self._failures[0].facts() if self._failures else {}
 
-    def _note_failure(self, failure: Failure) -> None:
+    @property
+    def cause(self) -> str:
+        """Which rank failed first, and how, in a line; empty where none did."""
+        return self._failures[0].line() if self._failures else ""
+
+    def note_failure(self, failure: Failure) -> None:
+        """Note that a rank has failed, here or on another node, and say so."""
         if self._signals_sent or self._ended_for is not None:
             return  # how ranks answer a signal is no failure: the job was stopped
         if failure.attempt != self._attempt:
@@ -342,15 +388,18 @@ class JobRun:
         Raises:
             Exception: what `give_up` was given.
         """
+        return self._team.result(*self._own_result())
+
+    def _own_result(self) -> tuple[Any, BaseException | None]:
         if self._cannot_go_on is not None:
             raise self._cannot_go_on
         done = self._done or {"state": "keeper lost"}
         if self._done is None and self._stopped_by is not None:
             done = {"state": "stopped", "signal": self._stopped_by}
         state = done["state"]
-        if state == "succeeded" and self._value is not None:
-            value, error = load_value(self._value)
-            return value, error and self._said(error)
+        if state == "succeeded":
+            value, error = (None, None) if self._value is None else load_value(self._value)
+            return value, error and self._said(error)  # without a value, rank 0 is on another node
         return None, self._error(state, done)
 
     def _error(self, state: str, done: dict[str, Any]) -> BaseException:

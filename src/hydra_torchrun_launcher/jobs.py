@@ -19,7 +19,7 @@ from hydra.core.utils import JobReturn, configure_log, setup_globals
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import open_dict
 
-from hydra_torchrun_launcher import dry_run
+from hydra_torchrun_launcher import dry_run, guard
 from hydra_torchrun_launcher.batches import Batch, Waiting
 from hydra_torchrun_launcher.claims import Claim
 from hydra_torchrun_launcher.errors import (
@@ -35,6 +35,7 @@ from hydra_torchrun_launcher.hydra_job import HydraJob, share_settings
 from hydra_torchrun_launcher.outcomes import Ended
 from hydra_torchrun_launcher.resume import Completed, Records, records_to_resume, remains
 from hydra_torchrun_launcher.runner import JobRunner
+from hydra_torchrun_launcher.several import Company, in_company
 from hydra_torchrun_launcher.signals import SignalWatch
 
 log = logging.getLogger(__name__)
@@ -60,18 +61,45 @@ class SweepRunner:
         self._folder = self._record_folder()
         self._has_begun = False
         self._records: Records | None = None
-        if self._jobs.is_resumed:
-            try:
-                self._records = records_to_resume(self._folder, config.hydra)
-            except StartError:
-                self._jobs.close()
-                raise
+        self._company: Company | None = None
+        self._has_failed = False
+        self._signum: int | None = None
         self.failed_fast: tuple[str, str] | None = None
         """The job whose failure has ended the sweep (hydra.launcher.fail_fast), and its error."""
 
+    def prepare(self) -> None:
+        """Lead the other nodes, if there are any; on a node that follows, follow and leave.
+
+        Raises:
+            SystemExit: this node has followed; the status is the sweep's.
+            LauncherError: this node cannot lead, or has no leader, or has lost it; the sweep's
+                directory cannot be made; or there is nothing to resume.
+        """
+        loader = self._context.config_loader
+        try:
+            self._company = in_company(
+                self._jobs, "sweep", loader, self._task_function, self._config
+            )
+            self._jobs.check_directory(self._config)
+            if self._jobs.is_resumed:
+                self._records = records_to_resume(self._folder, self._config.hydra)
+        except BaseException:
+            self.close()
+            raise
+        if self._company is not None:
+            guard.at_multirun_end.append(self._end_well)
+
+    def _end_well(self) -> None:
+        """Tell the other nodes that the sweep is over, and has gone well."""
+        if self._company is not None and not self._company.end(0):
+            raise SystemExit(1)
+
     def close(self) -> None:
-        """End what still runs, and the servers; leave the directory to others."""
+        """End what still runs, and the servers; leave the directory and the other nodes."""
         self._jobs.close()
+        if self._company is not None:
+            is_told = "torchrun_guard" in (self._config.hydra.callbacks or {})
+            self._company.end(int(is_told or self._has_failed), self._signum)
         claim, self._jobs.claim = self._jobs.claim, None
         if claim is not None and self._has_begun:
             claim.release()
@@ -111,7 +139,9 @@ class SweepRunner:
         watch = SignalWatch(self._jobs.signals)
         returns = []
         try:
-            with suppress(JobStoppedError):  # a signal came while accelerators were counted
+            with suppress(JobStoppedError):  # a signal came while something was waited for
+                if self._company is not None:
+                    self._company.gather(watch)
                 jobs = self._sized(job_overrides, first_number, watch)
                 self._has_begun = True
                 if self._jobs.is_dry:
@@ -122,6 +152,7 @@ class SweepRunner:
             self.close()
             raise
         finally:
+            self._signum = watch.received
             if watch.received is not None:
                 self.close()
             watch.close()
@@ -267,6 +298,7 @@ class SweepRunner:
     def finish(self, job: HydraJob, ended: Ended) -> JobReturn:
         """Do what comes after a job."""
         try:
+            self._has_failed = self._has_failed or ended.error is not None
             result = job.finish(ended)
         finally:
             self.log_as_sweep()

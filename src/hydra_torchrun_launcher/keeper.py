@@ -76,6 +76,9 @@ class Keeper:
         self._given = RankPlan(self._plan, payload, document, streams, notes_end)
         self._grace_s: float = self._plan["shutdown_timeout_s"]
         count = self._plan["agent"]["nproc_per_node"]
+        self._is_on_several_nodes = self._plan["agent"]["node"] is not None
+        self._has_finished = False
+        """Whether it is decided, on several nodes by the leader, that the job has completed."""
         self._ranks = Ranks(count, self._grace_s, self._tell, self._answer)
         self._stopping: int | None = None
         self._answer_stop = False
@@ -180,6 +183,10 @@ class Keeper:
             return
         if message["op"] == "kill":
             self._everything.within(0)
+        elif message["op"] in ("round", "refuse", "regroup"):
+            self._answer(message)
+        elif message["op"] == "finish":
+            self._finish()
         elif message["op"] == "time is up":
             self._ranks.ask_for_stacks()
             self._stacks.within(_STACKS_S)
@@ -203,8 +210,9 @@ class Keeper:
         silent_s = _AGENT_ACTS_S if self._agent_is_silent else None
         verdict = self._verdict or {"state": "lost", "exit": self._agent_exit, "silent_s": silent_s}
         if self._stopping is not None:  # a late stop takes no result away
-            stopped = {"state": "stopped", "signal": self._stopping}
-            verdict = {"state": "succeeded"} if self._ranks.have_finished() else stopped
+            verdict = {"state": "stopped", "signal": self._stopping}
+        if self._has_finished and (self._is_on_several_nodes or self._stopping is not None):
+            verdict = {"state": "succeeded"}
         if self._refusal is not None:
             verdict = {"state": "refused", "message": refused(self._refusal)}
         if self._is_in_vain():
@@ -224,7 +232,9 @@ class Keeper:
             return None
         self._agent_acts.clear()
         operation = message["op"]
-        if operation == "attempt":
+        if operation == "join":  # the leader knows how long to wait
+            self._tell(message)
+        elif operation == "attempt":
             self._ranks.begin_attempt(message["number"])
         elif operation == "spawn":
             return self._fork_rank(message)
@@ -282,7 +292,16 @@ class Keeper:
             self._agent_exit = ended[self._agent_pid]
             self._agent_acts.clear()
             self._hear_last_words()
-        self._ranks.judge(ended)
+        if self._ranks.judge(ended):
+            if self._is_on_several_nodes:
+                self._tell({"op": "finished", "attempt": self._ranks.attempt})
+            else:
+                self._finish()
+
+    def _finish(self) -> None:
+        """Tell the agent that the job has completed."""
+        self._has_finished = True
+        self._answer({"op": "finished"})
 
     def _stop_ranks(self, signum: int) -> None:
         self._ranks.read_notes(self._notes)  # what failed before this did not fail by it

@@ -33,6 +33,7 @@ class Place:
         token: what tells this start from any other that may use the same ports.
         shares_store: whether the agent holds a store for its ranks at that port.
         is_on_one_node: whether all ranks are.
+        may_be_a_node: whether each is alone on its node, so that it may be meant to start ranks.
     """
 
     by: str
@@ -44,6 +45,7 @@ class Place:
     token: str
     shares_store: bool
     is_on_one_node: bool
+    may_be_a_node: bool
 
     @property
     def candidates(self) -> tuple[int, ...]:
@@ -85,6 +87,8 @@ def _find_place(environ: Mapping[str, str]) -> Place | None:
     is_set = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys()
     if is_set and "TORCHELASTIC_RUN_ID" in environ:
         return _by_variables(environ)
+    if "PET_NNODES" in environ:  # a training operator has started a node, and counts nodes by RANK
+        return None
     if "SLURM_PROCID" in environ and _number(environ, "SLURM_STEP_NUM_TASKS", "1") > 1:
         return _by_slurm(environ)
     return _by_variables(environ) if is_set and _number(environ, "WORLD_SIZE") > 1 else None
@@ -111,6 +115,7 @@ def _by_variables(environ: Mapping[str, str]) -> Place:
         token=f"{environ.get('TORCHELASTIC_RUN_ID', '')}/{host}/{port}",
         shares_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         is_on_one_node=environ.get("LOCAL_WORLD_SIZE") == environ["WORLD_SIZE"],
+        may_be_a_node=False,
     )
 
 
@@ -127,7 +132,7 @@ def _by_slurm(environ: Mapping[str, str]) -> Place:
         "LOCAL_WORLD_SIZE": str(per_node[node] if node < len(per_node) else 1),
         "GROUP_RANK": str(node),
         "GROUP_WORLD_SIZE": str(nodes),
-        "MASTER_ADDR": "127.0.0.1" if nodes == 1 else _first_host(hosts),
+        "MASTER_ADDR": "127.0.0.1" if nodes == 1 else first_host(hosts),
     }
     known = {**from_slurm, **environ}
     return Place(
@@ -140,6 +145,7 @@ def _by_slurm(environ: Mapping[str, str]) -> Place:
         token=".".join(environ.get(name, "0") for name in names),
         shares_store=False,
         is_on_one_node=nodes == 1,
+        may_be_a_node=nodes > 1 and str(nodes) == known["WORLD_SIZE"],
     )
 
 
@@ -149,7 +155,7 @@ def _tasks_per_node(text: str) -> list[int]:
     return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
 
 
-def _first_host(nodes: str) -> str:
+def first_host(nodes: str) -> str:
     """Return the first of Slurm's host list: `gpu[03-05,9],cpu1` begins with gpu03."""
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
     if match is None:

@@ -7,8 +7,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 _RANKS_PER_CORE = 8
 """More than that is a slip of the keyboard rather than a plan."""
+
+
+def network_variables(address: str) -> dict[str, str]:
+    """Return what gloo needs to use the interface that has one of this machine's addresses.
+
+    By itself it takes the one of the host's name, which may be none or the loopback.
+    """
+    for name, found in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in found):
+            return {"GLOO_SOCKET_IFNAME": name}
+    return {}
 
 
 def cpu_cores(root: Path = Path("/")) -> int:

@@ -7,7 +7,7 @@ import socket
 import types
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,16 @@ class Failure:
         recorded, body = _recorded(outcome)
         returned = message["recorded"] == "crashed"
         return cls(place, attempt, recorded, body, message["exit"], returned)
+
+    def as_data(self) -> dict[str, Any]:
+        """Return it as plain data for another node: without the exception itself."""
+        plain = {"attempt": self.attempt, "exit_code": self.exit_code, "returned": self.returned}
+        return {**plain, "place": asdict(self.place), "recorded": self.recorded}
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> Failure:
+        """Return what `as_data` was called on, on another node."""
+        return cls(**{**data, "place": RankPlace(**data["place"])}, body=b"")
 
     def facts(self) -> dict[str, Any]:
         """Return where it was, for an event."""

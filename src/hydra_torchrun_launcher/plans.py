@@ -59,6 +59,8 @@ class Surroundings:
         rank_files: folder for their files; None for none.
         share: their part of the machine.
         job_label: what lines on the console begin with where jobs run at once; else empty.
+        run_id: the job's id for torch elastic, or None for a new one.
+        node: this node's `rank` and `address` and the `count` of nodes; None for one node.
     """
 
     environ: Mapping[str, str]
@@ -67,6 +69,8 @@ class Surroundings:
     rank_files: str | None
     share: Share
     job_label: str
+    run_id: str | None
+    node: dict[str, Any] | None
 
 
 def job_plan(settings: Settings, nproc: int, found: Surroundings) -> dict[str, Any]:
@@ -82,7 +86,8 @@ def job_plan(settings: Settings, nproc: int, found: Surroundings) -> dict[str, A
         "debug_rank": settings.sharing.debug_rank,
         "agent": {
             "nproc_per_node": nproc,
-            "run_id": settings.run_id,
+            "run_id": found.run_id,
+            "node": found.node,
             "max_restarts": settings.max_restarts,
             "monitor_interval_s": settings.monitor_interval_s,
             "role": settings.role,

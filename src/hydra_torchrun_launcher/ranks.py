@@ -219,18 +219,22 @@ class Ranks:
                 self._has_completed = True
                 self._tell({"op": "completed"})
 
-    def judge(self, ended: dict[int, int]) -> None:
-        """Take in which processes ended, by pid, with their exit codes."""
+    @property
+    def attempt(self) -> int:
+        """The number of the current attempt."""
+        return self._attempt
+
+    def judge(self, ended: dict[int, int]) -> bool:
+        """Take in which processes ended, by pid, with their exit codes.
+
+        Returns:
+            Whether the last of ranks that all have completed is gone with them.
+        """
         died = [rank for rank in self._ranks if rank.pid in ended and not rank.ended]
         for rank in died:
             rank.ended = True
             self._judge_exit(rank, ended[rank.pid])
-        if died and self.have_finished():
-            self._answer({"op": "finished"})
-
-    def have_finished(self) -> bool:
-        """Tell whether all have completed and are gone."""
-        return not self.alive() and self._all_completed()
+        return bool(died) and not self.alive() and self._all_completed()
 
     def stop(self, signum: int) -> None:
         """Ask those that still work to leave, and give all a time for it."""

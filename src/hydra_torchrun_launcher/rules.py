@@ -14,6 +14,7 @@ _RANKS = re.compile(r"\d+(,\d+)*")
 _ENDPOINT = re.compile(r"[^\s:]+(:\d{1,5})?|\[[0-9a-fA-F:.%]+\](:\d{1,5})?")
 _DAY_S = 86_400
 _YEAR_S = 366 * _DAY_S
+_LAST_PORT = 65_535
 _UNFIT = ("SIGKILL", "SIGSTOP", "SIGCHLD")
 """Signals that no process can handle, or that every process gets when a child ends."""
 
@@ -37,9 +38,9 @@ def _nproc(value: Any) -> int | str:
     return str(value) if value in ("gpu", "cpu", "auto") else _whole(1)(value) or 0
 
 
-def _nodes(value: Any) -> tuple[int, int] | None:
-    if value is None:
-        return None
+def _nodes(value: Any) -> tuple[int, int] | str | None:
+    if value is None or value == "auto":
+        return value  # type: ignore[no-any-return]
     least, _, most = str(value).partition(":")
     _require(least.isdecimal() and int(least) > 0 and (most.isdecimal() or ":" not in str(value)))
     return int(least), int(most or least)
@@ -89,6 +90,17 @@ def _endpoint(value: str | None) -> str | None:
 
 def _run_id(value: str | None) -> str | None:
     return None if value in (None, "", "none") else str(value)
+
+
+def _port(value: Any) -> int | None:
+    port = _whole(1, optional=True)(value)
+    _require(port is None or port <= _LAST_PORT)
+    return port
+
+
+def _node_timeout(value: Any) -> float:
+    _require(not isinstance(value, bool) and 1 <= value <= _DAY_S)
+    return float(value)
 
 
 def _timeout(value: int | None) -> int | None:
@@ -153,14 +165,17 @@ _MODULES_ALLOWED = "a list of names, as in [lightning,transformers]"
 
 RULES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "nproc_per_node": (_nproc, "a number from 1, or gpu, cpu or auto"),
-    "nnodes": (_nodes, "a number from 1, or MIN:MAX"),
+    "nnodes": (_nodes, "a number from 1, or auto"),
     "min_nodes": (_whole(1, optional=True), "a number from 1, or null"),
     "max_nodes": (_whole(1, optional=True), "a number from 1, or null"),
     "node_rank": (_whole(0, optional=True), "a number from 0, or null"),
     "rdzv_backend": (_one_of("c10d", "static"), "c10d, static or null"),
     "rdzv_endpoint": (_endpoint, "HOST or HOST:PORT"),
+    "master_addr": (_text, "a host name or address"),
+    "master_port": (_port, "a port, from 1 to 65535, or null"),
     "rdzv_id": (_run_id, "a name"),
     "rdzv_timeout": (_timeout, "seconds from 1, or -1 or null for torch's own"),
+    "node_timeout_s": (_node_timeout, "seconds from 1"),
     "rdzv_conf": (_mapping, "a mapping, or name=value pairs separated by commas"),
     "local_addr": (_text, "a host name or address"),
     "max_restarts": (_whole(0), "a number from 0"),

@@ -10,8 +10,9 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
 from omegaconf import OmegaConf
 
@@ -27,6 +28,7 @@ from hydra_torchrun_launcher.errors import (
 )
 from hydra_torchrun_launcher.job_run import HandedOver, JobRun, Note
 from hydra_torchrun_launcher.lending import Lender
+from hydra_torchrun_launcher.node_settings import Nodes
 from hydra_torchrun_launcher.outcomes import Ended
 from hydra_torchrun_launcher.payload import Program, Work, pack
 from hydra_torchrun_launcher.plans import Begun, Surroundings, job_plan, with_thread_limit
@@ -36,10 +38,24 @@ from hydra_torchrun_launcher.servers import Pool, Server
 from hydra_torchrun_launcher.settings import Settings, Sharing, read
 from hydra_torchrun_launcher.signals import SignalWatch
 from hydra_torchrun_launcher.slots import Accelerators, Share
+from hydra_torchrun_launcher.team import Alone, Role
 from hydra_torchrun_launcher.tries import Tries
 from hydra_torchrun_launcher.wire import Readable, anonymous_file, wait_readable, write_document
 
 log = logging.getLogger(__name__)
+
+
+class OtherNodes(Readable, Protocol):
+    """The other nodes of a sweep."""
+
+    def hear(self) -> None:
+        """Take in what they say."""
+
+    def check(self) -> None:
+        """See that they are there."""
+
+    def role(self, job: Begun, key: int, settings: Settings, watch: SignalWatch) -> Role:
+        """Return this node's role in a job."""
 
 
 def _unnoted(_event: str, **_facts: Any) -> None:
@@ -59,17 +75,19 @@ class JobRunner:
         Raises:
             SettingsError: settings cannot work.
             StartError: torch is not installed, or too old; this process is itself a rank, or a
-                frozen program; or the directory cannot be made.
+                frozen program.
         """
         preconditions.check_place()
         preconditions.check_torch()
         open_standard_streams()
-        directory = "hydra.run.dir" if is_single else "hydra.sweep.dir"
-        preconditions.check_directory(directory, str(OmegaConf.select(config, directory)))
         self._lender: Lender | None = None
         self._directories: dict[str, int | None] = {}
         self._warned: set[str] = set()
         self._running: dict[Begun, JobRun] = {}
+        self.nodes: OtherNodes | None = None
+        """The other nodes, where there are several."""
+        self.follows = False
+        """Whether another node leads."""
         self._keys = itertools.count()
         self._environ = {**os.environ, **_env_set(config)}
         self._is_single = is_single
@@ -88,6 +106,9 @@ class JobRunner:
 
     def _read(self, config: Any, environ: Mapping[str, str]) -> Settings:
         settings = read(config, environ)
+        if self.follows:  # what only the launching process does is the leader's to do
+            own = self._settings
+            settings = replace(settings, sharing=own.sharing, nodes=own.nodes, timeout_s=None)
         return settings.of_single_run() if self._is_single else settings
 
     def _kind_of_progress(self, sharing: Sharing) -> str:
@@ -102,6 +123,15 @@ class JobRunner:
             wanted = lender.ranks(wanted)
             share = lender.take(wanted) or share
         return with_thread_limit(self._environ, wanted, share)
+
+    def check_directory(self, config: Any) -> None:
+        """See that the directory of the sweep or the run can be made.
+
+        Raises:
+            StartError: it cannot.
+        """
+        directory = "hydra.run.dir" if self._is_single else "hydra.sweep.dir"
+        preconditions.check_directory(directory, str(OmegaConf.select(config, directory)))
 
     def close(self) -> None:
         """End what still runs, and the servers."""
@@ -141,6 +171,20 @@ class JobRunner:
         except Exception as problem:  # noqa: BLE001 - said, and the job's end
             return Ended(error=self._told(job, problem))
         return None
+
+    def check_nodes(self) -> None:
+        """See that the other nodes are there, where there are several.
+
+        Raises:
+            NodeLostError: one is not: no more jobs can run.
+        """
+        if self.nodes is not None:
+            self.nodes.check()
+
+    @property
+    def settings_of_nodes(self) -> Nodes | None:
+        """What is set of the nodes, where there are several."""
+        return self._settings.nodes
 
     @property
     def fail_fast(self) -> bool:
@@ -208,13 +252,17 @@ class JobRunner:
     def wait(self, watch: SignalWatch) -> Iterator[tuple[Begun, Ended]]:
         """Wait until jobs that run have ended, and return how each of them did."""
         while self._running and not any(run.is_over for run in self._running.values()):
-            self._follow(watch)
+            self.follow(watch)
+        yield from self.over(watch)
+
+    def over(self, watch: SignalWatch) -> Iterator[tuple[Begun, Ended]]:
+        """Return how those that ended have, without waiting."""
         for job in [job for job, run in self._running.items() if run.is_over]:
             run = self._running.pop(job)
             watch.interrupts_are_a_ranks = False
             yield job, self._end(job, run)
 
-    def _follow(self, watch: SignalWatch) -> None:
+    def follow(self, watch: SignalWatch) -> None:
         """Wait until something happens to a job that runs, and act on it."""
         runs = list(self._running.values())
         for run in runs:
@@ -224,6 +272,8 @@ class JobRunner:
         watch.interrupts_are_a_ranks = has_terminal and any(run.server.ready for run in runs)
         servers = {run.server.pid: run.server for run in runs}.values()
         sources: list[Readable] = [watch, *runs, *(server.channel for server in servers)]
+        if self.nodes is not None:
+            sources.append(self.nodes)
         waits = [run.wait_s for run in runs]
         for each in (self.claim, self.progress):
             if each is not None:
@@ -232,6 +282,14 @@ class JobRunner:
         ready = wait_readable(sources, min((w for w in waits if w is not None), default=None))
         if watch in ready:
             watch.drain()
+        if self.nodes is not None and self.nodes in ready:
+            self.nodes.hear()
+        self._hear(runs, servers, ready)
+
+    def _hear(
+        self, runs: list[JobRun], servers: Iterable[Server], ready: Sequence[Readable]
+    ) -> None:
+        """Hear keepers and servers, and keep their time."""
         for run in runs:
             if run in ready:
                 self._try([run], run.hear_keeper)
@@ -275,9 +333,25 @@ class JobRunner:
         environ = self._with_share(job.environ, nproc, share)
         program = Program.of_this_process()
         job.work.label = self._label(job)
-        rank_files = _rank_files(job, settings)
+        key = next(self._keys)
+        role = (
+            Role(Alone(), settings.run_id, None)
+            if self.nodes is None
+            else self.nodes.role(job, key, settings, watch)
+        )
+        if role.node is not None:
+            environ = {**machine.network_variables(role.node["address"]), **environ}
         label = job.name.lower() if lender.is_parallel and job.number is not None else ""
-        found = Surroundings(environ, job.working_dir, program, rank_files, share, label)
+        found = Surroundings(
+            environ=environ,
+            working_dir=job.working_dir,
+            program=program,
+            rank_files=_rank_files(job, settings, role),
+            share=share,
+            job_label=label,
+            run_id=role.run_id,
+            node=role.node,
+        )
         plan = job_plan(settings, nproc, found)
         fork = settings.start_method is StartMethod.fork
         server = (
@@ -286,14 +360,16 @@ class JobRunner:
         document = anonymous_file("plan")
         write_document(document.fileno(), plan, b"" if fork else pack(job.work, program))
         handed_over = HandedOver(
-            next(self._keys),
+            key,
             job.name,
             settings.max_restarts,
             settings.shutdown_timeout_s,
             settings.timeout_s,
             note,
         )
-        return JobRun(handed_over, server, document, owns_server=fork)
+        run = JobRun(handed_over, server, document, role.team, owns_server=fork)
+        role.begin()
+        return run
 
     def _server(self, environ: Mapping[str, str], settings: Settings) -> Server:
         return self._pool.get(environ, settings.preload, settings.preload_env)
@@ -343,6 +419,12 @@ class JobRunner:
         return self._ranks(settings, watch)
 
     def _ranks(self, settings: Settings, watch: SignalWatch) -> int:
+        if settings.nodes != self._settings.nodes:
+            problem = (
+                "hydra.launcher.nnodes and the settings of the nodes' meeting are one for the "
+                f"whole sweep ({self._settings.nodes}); this job has {settings.nodes}"
+            )
+            raise SettingsError([problem])
         if settings.sharing != self._settings.sharing:
             problem = (
                 "hydra.launcher.n_jobs, devices, jobs_per_device, fail_fast, resume and progress "
@@ -372,13 +454,15 @@ class JobRunner:
         return Accelerators(answer["count"], answer["gpus"], tuple(answer["variables"]))
 
 
-def _rank_files(job: Begun, settings: Settings) -> str | None:
+def _rank_files(job: Begun, settings: Settings, role: Role) -> str | None:
+    """Return the folder for a job's ranks' files: a node's own, where nodes may share a disk."""
+    node = () if role.node is None else (f"node_{role.node['rank']}",)
     if settings.log_dir is not None:
         number = () if job.number is None else (str(job.number),)
-        return os.path.abspath(os.path.join(settings.log_dir, *number))
+        return os.path.abspath(os.path.join(settings.log_dir, *number, *node))
     if job.leaves_no_files:
         return None
-    return os.path.abspath(os.path.join(job.output_dir, "ranks", job.work.label))
+    return os.path.abspath(os.path.join(job.output_dir, "ranks", job.work.label, *node))
 
 
 def _env_set(config: Any) -> dict[str, str]:

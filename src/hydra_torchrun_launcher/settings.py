@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hydra_torchrun_launcher.config import StartMethod, TorchrunConf
 from hydra_torchrun_launcher.errors import SettingsError
+from hydra_torchrun_launcher.node_settings import Nodes, nodes_of
 from hydra_torchrun_launcher.rules import RULES
 
 _DEFAULT_SHUTDOWN_TIMEOUT_S = 30
@@ -63,6 +64,7 @@ class Settings:
         sharing: how a sweep's jobs share the machine.
         retries: how often the job runs again after it failed.
         timeout_s: seconds that it may take, or None.
+        nodes: the nodes that it runs on; None for one.
     """
 
     nproc_per_node: int | str
@@ -84,6 +86,7 @@ class Settings:
     sharing: Sharing
     retries: int
     timeout_s: float | None
+    nodes: Nodes | None
 
     def given_terminal(self) -> Settings:
         """Return the settings of a job in which one rank has the terminal, if the user wants it."""
@@ -138,7 +141,8 @@ def check(raw: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
             parsed[name] = parse(values[name])
         except (ValueError, TypeError, OverflowError):
             problems.append(f"hydra.launcher.{name}={raw[name]!r}: expected {allowed}")
-    problems += _contradictions(parsed)
+    nodes, impossible = nodes_of(parsed, environ)
+    problems += [*impossible, *_contradictions(parsed)]
     problems += _unknown(raw)
     if problems:
         raise SettingsError(problems)
@@ -166,6 +170,7 @@ def check(raw: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
         sharing=Sharing(**{f.name: parsed[f.name] for f in dataclasses.fields(Sharing)}),
         retries=parsed["retries"],
         timeout_s=parsed["timeout_s"],
+        nodes=nodes,
     )
 
 
@@ -188,7 +193,7 @@ def _unknown(raw: Mapping[str, Any]) -> list[str]:
 
 
 def _contradictions(parsed: dict[str, Any]) -> list[str]:
-    problems = _nodes(parsed)
+    problems = []
     if parsed.get("debug_rank") is not None and parsed.get("n_jobs", 1) != 1:
         problem = (
             f"hydra.launcher.debug_rank={parsed['debug_rank']} gives a rank the terminal, which "
@@ -196,33 +201,3 @@ def _contradictions(parsed: dict[str, Any]) -> list[str]:
         )
         problems.append(problem)
     return problems
-
-
-def _nodes(parsed: dict[str, Any]) -> list[str]:
-    """Compare the two spellings of the number of nodes."""
-    if not {"nnodes", "min_nodes", "max_nodes"} <= set(parsed):
-        return []
-    nodes = parsed["nnodes"]
-    least = parsed["min_nodes"] or (nodes[0] if nodes else 1)
-    most = parsed["max_nodes"] or (nodes[1] if nodes else max(1, least))
-    said = f"nnodes={_spelled(nodes)}, min_nodes={least}, max_nodes={most}"
-    if (nodes and nodes != (least, most)) or least > most:
-        return [f"hydra.launcher.{said}: they contradict each other; set nnodes alone"]
-    if most > 1:
-        problem = (
-            f"hydra.launcher.nnodes={_spelled((least, most))} (or min_nodes, max_nodes): the "
-            "launcher starts ranks on one node only; torchrun and srun start them on several, for "
-            "an app with hydra_torchrun_launcher.main"
-        )
-        return [problem]
-    rank = parsed.get("node_rank") or 0
-    if rank >= most:
-        return [f"hydra.launcher.node_rank={rank}: expected a number below the number of nodes, 1"]
-    return []
-
-
-def _spelled(nodes: tuple[int, int] | None) -> str:
-    if nodes is None:
-        return "null"
-    least, most = nodes
-    return str(least) if least == most else f"{least}:{most}"

@@ -23,13 +23,33 @@ from hydra_torchrun_launcher.errors import TransportError
 _TAG = "!"
 
 
-def dumps(value: Any) -> str:
+class _NoDataError(Exception):
+    """A value is no data: where it is, and what."""
+
+    def __init__(self, key: str, kind: type) -> None:
+        super().__init__(key)
+        self.key = key
+        self.kind = f"{kind.__module__}.{kind.__qualname__}"
+
+
+def dumps(value: Any, subject: str = "The config's value") -> str:
     """Return a value as JSON text.
+
+    Args:
+        value: the value.
+        subject: what messages call it.
 
     Raises:
         TransportError: a value in it is of a type that is no data; names the key.
     """
-    return json.dumps(_encode(value, ""), allow_nan=False)
+    try:
+        return json.dumps(_encode(value, ""), allow_nan=False)
+    except _NoDataError as found:
+        at = f" at {found.key}" if found.key else ""
+        problem = (
+            f"{subject}{at} cannot be sent to the other ranks: type {found.kind} is no plain data"
+        )
+        raise TransportError(problem) from None
 
 
 def loads(text: str) -> Any:
@@ -64,11 +84,7 @@ def _encode(value: Any, key: str) -> Any:  # noqa: PLR0911 - a case for each typ
             return {name: _encode(item, f"{key}.{name}") for name, item in value.items()}
         pairs = [[_encode(k, key), _encode(item, f"{key}.{k}")] for k, item in value.items()]
         return {_TAG: ["dict", pairs]}
-    problem = (
-        f"The config's value at {key.lstrip('.') or 'its root'} cannot be sent to the other ranks: "
-        f"type {type(value).__module__}.{type(value).__qualname__} is no plain data"
-    )
-    raise TransportError(problem)
+    raise _NoDataError(key.lstrip("."), type(value))
 
 
 def _decode(found: dict[str, Any]) -> Any:

@@ -18,7 +18,10 @@ def main(cfg: Any) -> float:
     # The work that a job takes: by their length, jobs end in another order than they start in.
     time.sleep(cfg.hold * (3 - job % 3))
     line = {"job": job, "x": cfg.x, "started": started, "ended": time.monotonic()}
-    if os.environ.get("RANK", "0") == "0":
+    rank = os.environ.get("RANK", "0")
+    if "ALL_RANKS" in os.environ:
+        Path(cfg.log, f"{job:02}.{rank}.json").write_text(json.dumps(line))
+    elif rank == "0":
         Path(cfg.log, f"{job:02}.json").write_text(json.dumps(line))
     if cfg.x < cfg.fails_below:
         raise ValueError(f"x={cfg.x} is too small")

@@ -37,7 +37,9 @@ class TorchrunLauncher(Launcher):
         """Check the settings and start what takes long, while the sweeper prepares its jobs.
 
         Raises:
+            SystemExit: this node of several has followed the one that leads, and has done.
             SettingsError: settings cannot work.
+            StartError: the nodes do not find each other.
             PlatformError: this is no system for it.
         """
         if sys.platform == "win32":
@@ -48,6 +50,7 @@ class TorchrunLauncher(Launcher):
         # Hydra has no tear-down for launchers: the servers go with the launcher, at the latest
         # when the interpreter ends.
         weakref.finalize(self, self._runner.close)
+        self._runner.prepare()
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
