@@ -19,6 +19,7 @@ from conftest import APPS, HANG_S, Sweep, leftovers, processes_with
 
 SCRIPT = Path(__file__).parent / "netns_hosts.sh"
 PORT = 29400
+_MOST_TRIES = 20
 
 
 def reason_for_none() -> str:
@@ -36,7 +37,6 @@ class Hosts:
     state: Path
     subnet: str
     folder: Path
-    count: int
     apps: list[Sweep] = field(default_factory=list)
 
     def do(self, *words: object) -> str:
@@ -161,12 +161,24 @@ def make_hosts(folder: Path, count: int) -> Iterator[Hosts]:
     """Make hosts, and take them apart; skip where there can be none."""
     if reason_for_none():
         pytest.skip(reason_for_none())
-    number = os.getpid() % 250 + 1
-    state = folder / f"h{number}"
-    hosts = Hosts(state, f"10.214.{number}", folder / "apps", count)
-    hosts.do("up", count)
+    hosts = _up(folder, count)
     yield hosts
     hosts.do("down")
+
+
+def _up(folder: Path, count: int) -> Hosts:
+    """Make hosts in a subnet that is free here."""
+    for number in range(os.getpid(), os.getpid() + _MOST_TRIES):
+        hosts = Hosts(folder / f"h{number}", f"10.214.{number % 250 + 1}", folder / "apps")
+        try:
+            hosts.do("up", count)
+        except subprocess.CalledProcessError as error:
+            if "is in use here" not in error.stderr:
+                raise RuntimeError(error.stderr) from error
+        else:
+            return hosts
+    problem = f"none of {_MOST_TRIES} subnets is free here"
+    raise RuntimeError(problem)
 
 
 def wait_for(condition: Any, what: str, apps: list[Sweep], timeout_s: float = HANG_S) -> Any:

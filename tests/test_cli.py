@@ -21,6 +21,7 @@ from terminals import Terminal
 
 from hydra_torchrun_launcher import claims, events, report, tables
 from hydra_torchrun_launcher.cli import as_json
+from hydra_torchrun_launcher.job_logs import JobLogs
 from hydra_torchrun_launcher.job_state import JobState
 from hydra_torchrun_launcher.sweep_state import Reader, SweepState
 from hydra_torchrun_launcher.telling import duration, numbers_of, value_text
@@ -210,6 +211,7 @@ def test_logs_that_are_followed(start: Run) -> None:
         "hydra.launcher.max_restarts=1",
     )  # fmt: skip
     run.await_file(".torchrun/1.jsonl")
+    logs = JobLogs(Reader(str(run.directory)), 1, 1, follow=True)
     result = cli("logs", run.directory, "--job", 1, "--rank", 1, "--follow")
     assert result.stderr == "hydra-torchrun: job #1 is queued; waiting for it to start\n"
     folders = [run.directory / f"1/ranks/attempt_{number}/1" for number in (0, 1)]
@@ -218,6 +220,8 @@ def test_logs_that_are_followed(start: Run) -> None:
         assert path.read_text()[-200:] in result.stdout
     assert result.stdout.count("<1 0 x end>") == 2, "once for each attempt"
     run.wait()
+    logs.look()
+    assert b"".join(logs.new()).count(b"<1 0 x end>") == 2, "also if both were over at this look"
 
 
 def test_job_that_was_taken_over(start: Run, tmp_path: Path) -> None:

@@ -178,6 +178,14 @@ def test_node_that_is_stopped_by_a_signal(hosts: Hosts, tmp_path: Path, victim: 
         assert "node 1 (host2) is lost: it was stopped by SIGTERM" in apps[0].output
 
 
+def test_job_longer_than_the_silence_that_is_borne(hosts: Hosts, tmp_path: Path) -> None:
+    """Nodes that have nothing to say for long are not lost."""
+    apps = hold(hosts, tmp_path)
+    time.sleep(6)  # what is tested is this time
+    go(tmp_path)
+    assert statuses(apps) == [0, 0], said(apps)
+
+
 @pytest.mark.parametrize("when", ["before the first job", "in training"])
 def test_link_that_is_cut_for_ever(hosts: Hosts, tmp_path: Path, when: str) -> None:
     """Each side misses the other after node_timeout_s, ends its ranks and says so."""

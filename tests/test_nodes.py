@@ -12,8 +12,11 @@ import pytest
 from conftest import Sweep
 from hosts import Hosts, make_hosts, wait_for
 
+from hydra_torchrun_launcher.errors import LookError
 from hydra_torchrun_launcher.hub import MUST_AGREE, Hub
+from hydra_torchrun_launcher.job_logs import JobLogs
 from hydra_torchrun_launcher.lines import line_pair
+from hydra_torchrun_launcher.sweep_state import Reader
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +55,9 @@ def said(apps: list[Sweep]) -> str:
 def test_one_sweep(hosts: Hosts, tmp_path: Path) -> None:
     """Both nodes run the same jobs, with one config and one directory."""
     apps = hosts.start_all(
-        f"records={tmp_path}", "x=1,2", "colour=BLUE", "hydra.sweep.dir=out/${now:%S-%f}"
-    )
+        f"records={tmp_path}", "x=1,2", "colour=BLUE", "hydra.sweep.dir=out/${now:%S-%f}",
+        "+hydra.job.env_set.SET='of job ${hydra.job.num} at ${now:%f}'",
+    )  # fmt: skip
     assert statuses(apps) == [0, 0], said(apps)
     found = notes(tmp_path)
     assert [(note["x"], note["rank"], note["host"]) for note in found] == [
@@ -62,8 +66,9 @@ def test_one_sweep(hosts: Hosts, tmp_path: Path) -> None:
     assert {note["sum"] for note in found} == {3.0}
     assert {tuple(note["kinds"]) for note in found} == {("Settings", "Optimizer")}
     for first, second in (found[:2], found[2:]):
-        for fact in ("config", "overrides", "output_dir", "run_id", "master"):
+        for fact in ("config", "overrides", "output_dir", "run_id", "master", "set"):
             assert first[fact] == second[fact], fact
+        assert first["set"].startswith(f"of job {first['job']} at ")
     assert found[0]["run_id"] != found[2]["run_id"]
     assert found[0]["cwd"] != found[1]["cwd"]
     assert not list(apps[1].directory.glob("out")), "the follower has a sweep directory of its own"
@@ -140,12 +145,24 @@ def test_restarts(hosts: Hosts, tmp_path: Path) -> None:
 
 
 def test_too_many_failures(hosts: Hosts, tmp_path: Path) -> None:
-    """The number of restarts is the job's, not a node's."""
-    apps = hosts.start_all(
-        f"records={tmp_path}", "what=raise", "attempts=9", "hydra.launcher.max_restarts=1"
-    )
+    """The number of restarts is the job's, not a node's: they fail in turn."""
+    apps = hosts.start_all(f"records={tmp_path}", "what=in turn", "hydra.launcher.max_restarts=1")
     assert statuses(apps) == [1, 1], said(apps)
-    assert {note["attempt"] for note in notes(tmp_path)} == {0, 1}
+    assert [(note["attempt"], note["rank"]) for note in notes(tmp_path)] == [
+        (0, 0), (0, 1), (1, 0), (1, 1),
+    ]  # fmt: skip
+
+
+def test_late_failure(hosts: Hosts, tmp_path: Path) -> None:
+    """A rank that fails when the other node's ranks have left fails the job on both."""
+    apps = hosts.start_all(f"records={tmp_path}", "what=late", "hydra.sweep.dir=out")
+    assert statuses(apps) == [1, 1], said(apps)
+    for app in apps:
+        assert "ValueError: late" in app.output, said(apps)
+        assert "rank 1 (local rank 0 on host2, attempt 0)" in app.output
+        assert "has completed" not in app.output
+    events = (apps[0].directory / "out/.torchrun/0.jsonl").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in events] == ["queued", "started", "failed"]
 
 
 def test_no_shared_disk(hosts: Hosts, tmp_path: Path) -> None:
@@ -162,6 +179,10 @@ def test_no_shared_disk(hosts: Hosts, tmp_path: Path) -> None:
     assert (disks[0] / "out/0/.hydra/config.yaml").exists()
     assert list((disks[1] / "out/0/ranks/node_1/attempt_0/0").iterdir())
     assert not list((disks[0] / "out/0/ranks").glob("node_1"))
+    reader = Reader(str(disks[0] / "out"))
+    assert reader.read().jobs[0].hosts == ("host1", "host2")
+    with pytest.raises(LookError, match="it ran on host2, which may have files of its own there"):
+        JobLogs(reader, 0, 1, follow=False)
 
 
 def test_shared_disk(hosts: Hosts, tmp_path: Path) -> None:

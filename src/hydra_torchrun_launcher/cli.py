@@ -22,9 +22,8 @@ from rich.live import Live
 from rich.text import Text
 
 from hydra_torchrun_launcher import job_logs, report, tables
-from hydra_torchrun_launcher.errors import LookError, printable
+from hydra_torchrun_launcher.errors import LookError, one_line, printable
 from hydra_torchrun_launcher.sweep_state import Reader, SweepState
-from hydra_torchrun_launcher.telling import one_line
 
 _LOOK_S = 1.0
 """Between two looks at a sweep's directory."""

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import errno
+import json
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hydra.errors import CompactHydraException
+
+
+def one_line(text: str) -> str:
+    """Return a text of others that cannot disturb a terminal."""
+    return "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in text)
 
 
 class LauncherError(CompactHydraException):

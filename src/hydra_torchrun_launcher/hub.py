@@ -9,10 +9,12 @@ import socket
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from hydra_torchrun_launcher.errors import one_line
 from hydra_torchrun_launcher.lines import Line, listen_everywhere
 from hydra_torchrun_launcher.link import (
     BROKEN,
     LONGEST_GREETING,
+    LONGEST_REASON,
     PROTOCOL,
     SECRET,
     Link,
@@ -24,6 +26,7 @@ from hydra_torchrun_launcher.processes import Deadline
 
 _GREETING_S = 10
 """How long a connection has to prove that it is a node."""
+_LONGEST_NAME = 255
 _MOST_GUESTS = 64
 """Connections that have not: one more drops the oldest."""
 
@@ -167,12 +170,13 @@ class Hub(Link):
     def _judge(self, guest: Peer, greeting: dict[str, Any]) -> None:
         """Take a guest as a node, or turn it away."""
         facts = greeting["facts"]
-        host = str(facts["host"])
+        host = one_line(str(facts["host"]))[:_LONGEST_NAME]
         if not hmac.compare_digest(greeting["proof"], proof(guest.nonce, facts)):
             why = f"the variable {SECRET} has another value on {self._facts['host']} and on {host}"
         else:
             why = self.objection(facts)
         if why:
+            why = one_line(why)[:LONGEST_REASON]
             self.tell({"op": "turned away", "host": host, "why": why})
             guest.line.put({"refused": why})
             with suppress(OSError):

@@ -61,6 +61,8 @@ class JobLogs:
             problem = f"{sweep.directory}: there is no job #{self._number} ({known})"
             raise LookError(problem)
         self._job, self._sweep = job, sweep
+        if self._first is None and job.state == "queued":
+            self._first = 0  # it may fail and be started again before the next look
         self.is_over = sweep.state != "running" or job.state not in {"running", "queued"}
 
     def new(self) -> Iterator[bytes]:
@@ -113,7 +115,7 @@ class JobLogs:
         return found
 
     def _folders(self, job: JobState) -> list[Path]:
-        """Return the rank's folders: of the attempt that was the last at first, and later ones."""
+        """Return the rank's folders: of the attempt that was going on at first, and later ones."""
         if not any(job.attempts):  # an older version has written it down
             jobs = [*self._sweep.jobs.values(), *self._sweep.earlier.values()]
             sharing = [each for each in jobs if each.output_dir == job.output_dir]
@@ -133,8 +135,10 @@ class JobLogs:
         job = self._job
         if not job.output_dir:
             return f"job #{job.number} has not started: it has written nothing"
+        host = job.hosts[self._rank] if self._rank < len(job.hosts) else ""
+        elsewhere = f"; it ran on {host}, which may have files of its own there" if host else ""
         return (
             f"rank {self._rank} of job #{job.number} has written nothing to a file (its output "
-            f"directory: {job.output_dir}); what it printed went to the console "
+            f"directory: {job.output_dir}{elsewhere}); what it printed went to the console "
             "(hydra.launcher.tee=3 keeps a copy)"
         )

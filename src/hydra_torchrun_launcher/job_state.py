@@ -52,6 +52,7 @@ class JobState:
         restarts: how often torch elastic has started its ranks anew.
         attempts: folders of its ranks' files, ranks in order, for each attempt of each try of its
             last run, or of the run that is taken over; None: a rank has none.
+        hosts: of its ranks, ranks in order, where the job ran on several nodes.
         what: in a sentence what the rank did that failed first; empty if none did.
         log: the file to open.
         spans: when and where its processes ran, in every run of the directory.
@@ -73,6 +74,7 @@ class JobState:
     restarts: int = 0
     output_dir: str = ""
     attempts: list[tuple[str | None, ...]] = field(default_factory=list)
+    hosts: tuple[str, ...] = ()
     pids: tuple[int, ...] = ()
     keeper: tuple[int, float] | None = None
     error: str = ""
@@ -122,6 +124,7 @@ class JobState:
         cores = tuple(f"core {core}" for core in self.cores or ())
         self.spans.append(Span(self.devices or cores, when))
         self.pids = tuple(pid for pid in _items(event.get("pids")) if type(pid) is int)
+        self.hosts = texts(event.get("hosts"))
         self._have_folders(event)
         keeper, start = _whole(event.get("keeper")), seconds_of(event.get("keeper_start"))
         self.keeper = None if keeper is None or start is None else (keeper, start)

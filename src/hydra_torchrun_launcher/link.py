@@ -28,6 +28,9 @@ SECRET = "HYDRA_TORCHRUN_SECRET"  # noqa: S105 - its name
 PROTOCOL = "hydra-torchrun nodes 1"
 """What the leader says first; the number changes with what is said after it."""
 LONGEST_GREETING = 1 << 16
+"""In bytes: more of a stranger is not read."""
+LONGEST_REASON = 4096
+"""In characters: more of why a node is not wanted is not said."""
 BROKEN = (Closed, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """What reading from a stranger may raise, or from somebody who is gone."""
 _BEATS = 6

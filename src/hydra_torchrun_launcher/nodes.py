@@ -358,8 +358,12 @@ class Leader:
             is_over = False
             while not is_over and not limit.passed:
                 for message in self._link.hear(None, limit.remaining_s):
+                    if message["op"] == "joined":  # and not heard until now
+                        self._here[message["node"]] = message["facts"]
+                    if message["op"] == "left":  # lost at the last moment
+                        unconfirmed.append(message["node"])
                     if message["op"] == "over":
-                        is_over, unconfirmed = True, message["unconfirmed"]
+                        is_over, unconfirmed = True, unconfirmed + message["unconfirmed"]
         except NodeLostError:
             unconfirmed = list(self._here)
         self._link.close()

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hydra_torchrun_launcher import telling
+from hydra_torchrun_launcher.errors import one_line
 from hydra_torchrun_launcher.sweep_state import SweepState
 from hydra_torchrun_launcher.tails import between_lines
 
@@ -72,7 +73,7 @@ class Progress:
 
     def _tell(self, number: int) -> None:
         sweep, job = self._sweep, self._sweep.jobs[number]
-        value = telling.one_line(telling.outcome(job))
+        value = one_line(telling.outcome(job))
         if len(value) > _LONGEST_VALUE:
             value = value[: _LONGEST_VALUE - 1] + "…"
         left = sweep.left_s(time.time())

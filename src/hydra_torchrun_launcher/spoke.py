@@ -8,9 +8,11 @@ import socket
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from hydra_torchrun_launcher.errors import one_line
 from hydra_torchrun_launcher.lines import Line
 from hydra_torchrun_launcher.link import (
     BROKEN,
+    LONGEST_REASON,
     PROTOCOL,
     SECRET,
     Link,
@@ -98,17 +100,22 @@ class Spoke(Link):
                         made = proof(message["nonce"], self._facts)
                         greeting = {"facts": self._facts, "nonce": nonce, "proof": made}
                         leader.line.send(greeting, _ANSWER_S)
-                    elif self._is_answered(leader, message, nonce):
+                    elif self._is_answer(leader, message, nonce):
                         return leader
+                    else:
+                        leader.line.close()
+                        self._early.clear()
+                        return None
         leader.line.close()
         self._early.clear()
         self._say_trying("what answers there is not this run's leader")
         return None
 
-    def _is_answered(self, leader: Peer, message: dict[str, Any], nonce: str) -> bool:
-        """Take in whether the leader wants this node; return whether that is known."""
+    def _is_answer(self, leader: Peer, message: dict[str, Any], nonce: str) -> bool:
+        """Take in whether the leader wants this node; return whether it is the leader who says."""
         if "refused" in message:
-            self.tell({"op": "refused", "why": str(message["refused"])})
+            why = one_line(str(message["refused"]))[:LONGEST_REASON]
+            self.tell({"op": "refused", "why": why})
             self.flush_own()
             return True
         if not hmac.compare_digest(message["proof"], proof(nonce, message["welcome"])):

@@ -10,11 +10,11 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from hydra_torchrun_launcher.errors import one_line
 from hydra_torchrun_launcher.job_state import JobState
 from hydra_torchrun_launcher.sweep_state import SweepState
 from hydra_torchrun_launcher.telling import (
     duration,
-    one_line,
     outcome,
     place,
     state_of,

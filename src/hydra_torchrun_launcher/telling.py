@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -105,11 +104,6 @@ def numbers_of(value: Any, name: str = "", depth: int = _DEEPEST) -> dict[str, f
         for key, each in value.items():
             found.update(numbers_of(each, f"{name}.{key}" if name else key, depth - 1))
     return found
-
-
-def one_line(text: str) -> str:
-    """Return a text that cannot disturb a terminal."""
-    return "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in text)
 
 
 def duration(seconds: float | None) -> str:

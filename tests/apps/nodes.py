@@ -79,9 +79,15 @@ def run(config: Any) -> Any:
         "master": os.environ["MASTER_ADDR"],
         "run_id": os.environ["TORCHELASTIC_RUN_ID"],
         "pid": os.getpid(),
+        "set": os.environ.get("SET"),
     }
     with (Path(config.records) / f"{socket.gethostname()}.{rank}.jsonl").open("a") as file:
         file.write(json.dumps(note) + "\n")
+    if config.what == "late":  # it fails when the others' processes have left
+        dist.destroy_process_group()
+        fail_late(Path(config.records), rank)
+        return None
+    wait_or_fail(config, rank, attempt)
     act(config, rank, attempt)
     dist.barrier()
     dist.destroy_process_group()
@@ -96,7 +102,17 @@ def run(config: Any) -> Any:
     }
 
 
-def act(config: Any, rank: int, attempt: int) -> None:
+def fail_late(records: Path, rank: int) -> None:
+    if rank == 0:
+        return
+    noted = next(records.glob("*.0.jsonl")).read_text().splitlines()[-1]
+    other = json.loads(noted)["pid"]  # the hosts of a test see each other's processes
+    while Path(f"/proc/{other}").exists():
+        time.sleep(0.02)
+    raise ValueError("late")
+
+
+def wait_or_fail(config: Any, rank: int, attempt: int) -> None:
     if config.what == "hold":
         go = Path(config.records) / "go"
         while not go.exists():
@@ -106,6 +122,13 @@ def act(config: Any, rank: int, attempt: int) -> None:
         if not done.exists():
             done.touch()
             raise ValueError("once")
+    if config.what == "in turn":  # whose rank fails is the attempt's, the other is stopped
+        if rank == attempt % 2:
+            raise ValueError("in turn")
+        time.sleep(60)
+
+
+def act(config: Any, rank: int, attempt: int) -> None:
     if rank != config.on or attempt >= config.attempts:
         return
     if config.what == "raise":
