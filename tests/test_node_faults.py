@@ -4,6 +4,7 @@ bounded time, with a message that names node and cause, and none succeeds where 
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import time
@@ -119,7 +120,8 @@ def test_nodes_that_differ(
     hosts: Hosts, tmp_path: Path, environ: dict[str, str], words: str
 ) -> None:
     """A node with other versions is turned away; both say why."""
-    fakes = {"PYTHONPATH": str(Path(__file__).parent / "fakes/versions")}
+    path = (str(Path(__file__).parent / "fakes/versions"), os.environ.get("PYTHONPATH", ""))
+    fakes = {"PYTHONPATH": os.pathsep.join(path)}
     apps = [
         hosts.start(1, f"records={tmp_path}", "hydra.launcher.rdzv_timeout=8"),
         hosts.start(2, f"records={tmp_path}", environ={**fakes, **environ}),

@@ -195,7 +195,11 @@ class Hub(Link):
 
     def objection(self, facts: dict[str, Any]) -> str:
         """Say why a node cannot be one of this run; nothing if it can."""
-        own, host = self._facts, facts["host"]
+        own, host, rank = self._facts, facts["host"], facts["node_rank"]
+        is_name = isinstance(host, str) and host == one_line(host)[:_LONGEST_NAME]
+        is_rank = rank is None or (type(rank) is int and 0 <= rank < own["nodes"])
+        if not is_name or not is_rank:
+            return f"host={host!r}, node_rank={rank!r}: that is no node"
         differences = [
             f"{own['host']} has {words.format(own[fact])}, {host} has {words.format(facts[fact])}"
             for fact, words in MUST_AGREE.items()
@@ -207,6 +211,5 @@ class Hub(Link):
         if len(there) == own["nodes"]:
             names = ", ".join(str(each["host"]) for each in there)
             return f"nnodes={own['nodes']}, and all of them are there: {names}"
-        rank = facts["node_rank"]
         rivals = [str(each["host"]) for each in there if each["node_rank"] == rank is not None]
         return f"node_rank={rank} is {rivals[0]}'s" if rivals else ""

@@ -125,7 +125,7 @@ def wait_or_fail(config: Any, rank: int, attempt: int) -> None:
     if config.what == "in turn":  # whose rank fails is the attempt's, the other is stopped
         if rank == attempt % 2:
             raise ValueError("in turn")
-        time.sleep(60)
+        time.sleep(600)
 
 
 def act(config: Any, rank: int, attempt: int) -> None:
