@@ -30,8 +30,8 @@ def nodes(*, leads: bool, port: int = 0, count: int = 2) -> Nodes:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
     return Nodes(
-        count=count, rank=None, leads=leads, host="127.0.0.1", port=port, join_timeout_s=HANG_S,
-        lost_after_s=LOST_S, run_id="", local_addr=None,
+        least=count, most=count, rank=None, leads=leads, host="127.0.0.1", port=port,
+        join_timeout_s=HANG_S, last_call_s=0, lost_after_s=LOST_S, run_id="", local_addr=None,
     )  # fmt: skip
 
 
@@ -83,7 +83,7 @@ Guest = Callable[..., tuple[Line, Callable[[], None]]]
 @pytest.fixture
 def guest(leader: Leader) -> Iterator[Guest]:
     """Connects to the leader; returns the connection, and what makes a node of the guest."""
-    settings = leader._nodes
+    settings = leader.settings
 
     def come(**changed: Any) -> tuple[Line, Callable[[], None]]:
         sock = stack.enter_context(
@@ -174,7 +174,7 @@ def take_in(leader: Leader, guest: Guest, watch: SignalWatch) -> Line:
     line, prove = guest()
     prove()
     heard(line)
-    while not leader._here:
+    while len(leader._here) == 1:
         for message in leader._link.hear(watch, HANG_S):
             leader._take_in(message)
     return line
@@ -236,7 +236,7 @@ def test_leader_that_cannot_prove_itself(watch: SignalWatch, answer: str, why: s
             heard(line)
             line.send({"welcome": {"host": "x"}, "proof": "x"}, HANG_S)
         (said,) = follower._link.hear(watch, HANG_S)
-        assert said == {"op": "trying", "why": why}
+        assert said == {"op": "trying", "why": why, "is_refused": False}
 
 
 def test_long_words(guest: Guest, leader: Leader, watch: SignalWatch) -> None:
@@ -250,7 +250,7 @@ def test_long_words(guest: Guest, leader: Leader, watch: SignalWatch) -> None:
     leader.gather(watch)
     text = json.dumps("x" * 20_000_000)
     leader.tell(1, {"job": text})
-    assert heard(lines[0])["word"]["begin"]["rank"] == 1
+    assert heard(lines[0])["word"]["begin"]["node"]["label"] == 1
     assert heard(lines[0])["word"] == {"job": text}
 
 

@@ -329,7 +329,8 @@ def test_optuna(hosts: Hosts, tmp_path: Path) -> None:
 @pytest.mark.parametrize("fact", sorted(MUST_AGREE))
 def test_what_all_nodes_need_alike(fact: str) -> None:
     """A node that differs in any of these is turned away, and the words say in what."""
-    facts = {**dict.fromkeys(MUST_AGREE, "1"), "nodes": 2, "host": "a", "node_rank": None}
+    facts = {**dict.fromkeys(MUST_AGREE, "1"), "host": "a", "node_rank": None}
+    facts |= {"most": 2, "is_elastic": False}
     ours, theirs = line_pair()
     hub = Hub(ours, {"facts": facts, "host": "", "port": 0, "lost_after_s": 1})
     assert hub.objection({**facts, "host": "b"}) == ""

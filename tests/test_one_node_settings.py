@@ -85,6 +85,26 @@ def test_times() -> None:
     assert nodes_of(**TWO, rdzv_timeout=5).join_timeout_s == 5
     assert nodes_of(**TWO, rdzv_conf="join_timeout=7").join_timeout_s == 7
     assert nodes_of(**TWO).lost_after_s == 60
+    assert nodes_of(**TWO).last_call_s == 30
+    assert nodes_of(**TWO, rdzv_conf="last_call_timeout=0").last_call_s == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [
+        ({"nnodes": 3}, "3"),
+        ({"nnodes": "2:2"}, "2"),
+        ({"nnodes": "1:3"}, "1:3"),
+        ({"min_nodes": 1, "max_nodes": 3}, "1:3"),
+        ({"max_nodes": 3}, "1:3"),
+        ({"nnodes": "1:3", "max_nodes": 3}, "1:3"),
+    ],
+)
+def test_how_many(settings: dict[str, Any], count: str) -> None:
+    """Torchrun's spellings of a number of nodes and of a range."""
+    found = nodes_of(rdzv_endpoint="node0", **settings)
+    assert found.count == count
+    assert found.is_elastic is (":" in count)
 
 
 def test_slurms_variables() -> None:
@@ -94,7 +114,7 @@ def test_slurms_variables() -> None:
         "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": "gpu[03-05]", "SLURM_NODEID": "1",
     }  # fmt: skip
     found = nodes_of(slurm, nnodes="auto")
-    assert (found.count, found.rank, found.host, found.leads) == (3, 1, "gpu03", False)
+    assert (found.count, found.rank, found.host, found.leads) == ("3", 1, "gpu03", False)
     assert found.port == nodes_of({**slurm, "SLURM_NODEID": "2"}, nnodes="auto").port
     assert found.port != nodes_of({**slurm, "SLURM_STEP_ID": "3"}, nnodes="auto").port
     assert nodes_of(slurm, nnodes="auto", rdzv_endpoint="other:9").endpoint == "other:9"
@@ -138,12 +158,14 @@ def test_one_node(nodes: dict[str, Any]) -> None:
         ({"min_nodes": 2, "max_nodes": 1}, "contradict"),
         ({"nnodes": 2, "max_nodes": 2}, "rdzv_endpoint=null: 2 nodes need it"),
         ({"min_nodes": 2}, "rdzv_endpoint=null: 2 nodes need it"),
-        ({"nnodes": "1:3"}, "nnodes=1:3 (or min_nodes, max_nodes): expected one number"),
-        ({"max_nodes": 2}, "expected one number"),
+        ({"nnodes": "1:3"}, "rdzv_endpoint=null: 3 nodes need it"),
+        ({"max_nodes": 2}, "rdzv_endpoint=null: 2 nodes need it"),
+        ({"nnodes": "1:3", "min_nodes": 2}, "contradict"),
         ({"nnodes": "many"}, "nnodes='many': expected a number from 1, or auto"),
         ({**TWO, "node_rank": 2}, "node_rank=2: expected a number below the number of nodes, 2"),
         ({**TWO, "rdzv_conf": {"is_host": "maybe"}}, "rdzv_conf.is_host='maybe'"),
         ({**TWO, "rdzv_conf": "join_timeout=soon"}, "rdzv_conf.join_timeout='soon'"),
+        ({**TWO, "rdzv_conf": "last_call_timeout=-1"}, "rdzv_conf.last_call_timeout='-1'"),
         ({**TWO, "node_timeout_s": 0}, "node_timeout_s=0: expected seconds from 1"),
         ({**TWO, "master_port": 65536}, "master_port=65536: expected a port"),
         ({"node_rank": 1}, "node_rank=1"),

@@ -45,6 +45,7 @@ _KEEPER_ANSWERS_S = 30
 """Bound on the keeper's answers beyond the time that ranks have to leave."""
 _LONGEST_MESSAGE = 20_000
 """A message between processes is whole or not at all; a text without end would be not at all."""
+_MANY = 1 << 30
 _SHOW_EVERY_S = 0.1
 """How often teed files are looked at, as often as torchrun does."""
 
@@ -80,6 +81,7 @@ def _launch(settings: dict[str, Any], keeper: _Keeper) -> dict[str, Any]:
     keeper.grace_s = settings["shutdown_timeout_s"]
     keeper.wait_s = settings["monitor_interval_s"]
     keeper.job_label = settings["job_label"]
+    keeper.max_restarts = settings["max_restarts"]
     node: dict[str, Any] | None = settings["node"]
     fields = {field.name for field in dataclasses.fields(LaunchConfig)}
     unknown = sorted(set(settings["launch_config"]) - fields)
@@ -112,17 +114,17 @@ def _launch_config(settings: dict[str, Any]) -> LaunchConfig:
     Fields come and go with torch's releases: one that this torch lacks is left out, one that we
     do not know keeps torch's default.
     """
-    count = settings["node"]["count"] if settings["node"] else 1
+    is_alone = settings["node"] is None
     wanted = {
-        "min_nodes": count,
-        "max_nodes": count,
+        "min_nodes": 1,  # on several nodes the leader counts them, and the restarts
+        "max_nodes": 1 if is_alone else _MANY,
         "nproc_per_node": settings["nproc_per_node"],
         "logs_specs": RankLogs(settings),
         "run_id": settings["run_id"] or uuid.uuid4().hex,
         "role": settings["role"],
         "rdzv_backend": BACKEND,
         "rdzv_configs": {},
-        "max_restarts": settings["max_restarts"],
+        "max_restarts": settings["max_restarts"] if is_alone else _MANY,
         # Elastic sleeps this long before each look at the ranks; the wait is in the look itself.
         "monitor_interval": 1e-6,
         "signals_to_handle": ",".join(settings["signals"]),
@@ -142,6 +144,7 @@ class _Keeper:
         self._channel = channel
         self._attempts = 0
         self._several: SeveralNodes | None = None
+        self.max_restarts = 0
         self.grace_s = 0.0
         self.wait_s = 0.1
         self.job_label = ""
@@ -175,9 +178,14 @@ class _Keeper:
     def variables(self) -> dict[str, str]:
         """Return what elastic says of a rank that is another thing on several nodes.
 
-        It counts the restarts that this node asked for.
+        It counts the restarts that this node asked for, of those that it is told of.
         """
-        return {"TORCHELASTIC_RESTART_COUNT": str(self._attempts)} if self._several else {}
+        if self._several is None:
+            return {}
+        return {
+            "TORCHELASTIC_RESTART_COUNT": str(self._attempts),
+            "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
+        }
 
     def begin_attempt(self) -> None:
         self.failures, self.finished = {}, False

@@ -68,16 +68,21 @@ def _numbers(count: int) -> str:
     return "0" if count == 1 else f"0…{count - 1}"
 
 
+def _range(least: int, most: int) -> str:
+    return str(least) if least == most else f"{least}…{most}"
+
+
 def _elastics(settings: Settings, ranks: int) -> dict[str, Any]:
     """Return the variables that torch elastic sets in each rank, in short."""
-    count = 1 if settings.nodes is None else settings.nodes.count
+    count = 1 if settings.nodes is None else settings.nodes.most
+    least = 1 if settings.nodes is None else settings.nodes.least
     return {
         **dict.fromkeys(("RANK", "ROLE_RANK"), _numbers(count * ranks)),
         "LOCAL_RANK": _numbers(ranks),
-        **dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), count * ranks),
+        **dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), _range(least * ranks, count * ranks)),
         "LOCAL_WORLD_SIZE": ranks,
         "GROUP_RANK": _numbers(count),
-        "GROUP_WORLD_SIZE": count,
+        "GROUP_WORLD_SIZE": _range(least, count),
         "ROLE_NAME": settings.role,
         "MASTER_ADDR": "127.0.0.1" if count == 1 else "<node 0>",
         "MASTER_PORT": "<free>",

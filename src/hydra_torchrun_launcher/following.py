@@ -91,8 +91,7 @@ class Following:
         self._jobs.nodes = self
         with closing(SignalWatch(self._jobs.signals)) as self._watch:
             try:
-                self._follower.find(self._watch)
-                self._follow()
+                self._follow_till_the_end()
             except JobStoppedError:
                 pass
             finally:
@@ -107,6 +106,16 @@ class Following:
         if over["why"]:
             log.error("%s", over["why"])
         return int(over["status"])
+
+    def _follow_till_the_end(self) -> None:
+        while True:
+            self._follower.find(self._watch)
+            self._follow()
+            may_join_again = self._follower.settings.is_elastic and self._watch.received is None
+            if self._lost is None or not may_join_again:
+                return
+            log.warning("%s; it is looked for again", self._lost)
+            self._follower, self._lost = self._follower.again(self._lost), None
 
     def _follow(self) -> None:
         while True:
@@ -201,7 +210,7 @@ class Following:
         key = next(key for key, part in self._parts.items() if part[0] is begun)
         _, share, team = self._parts.pop(key)
         self._jobs.lender(self._watch).give_back(share)
-        team.end(ended, has_rank_0=self._follower.rank == 0)
+        team.end(ended, has_rank_0=self._follower.has_rank_0)
 
     def _compose(self, word: dict[str, Any], stack: ExitStack) -> Begun:
         """Make of the leader's job what Hydra has begun here."""

@@ -115,6 +115,8 @@ class Hub(Link):
         for number in order["to"]:
             if number in self._nodes:
                 self._nodes[number].line.put({"word": order["word"]})
+        if order.get("drop") in self._nodes:
+            self._nodes.pop(order["drop"]).line.close()
         if "over" in order:
             self._ending = Deadline(self._lost_after_s)
             for node in self._nodes.values():
@@ -175,13 +177,15 @@ class Hub(Link):
             why = f"the variable {SECRET} has another value on {self._facts['host']} and on {host}"
         else:
             why = self.objection(facts)
+        if not why and len(self._nodes) + 1 == self._facts["most"]:
+            guest.line.put({"later": self._full()})
+            self._dismiss(guest)
+            return
         if why:
             why = one_line(why)[:LONGEST_REASON]
             self.tell({"op": "turned away", "host": host, "why": why})
             guest.line.put({"refused": why})
-            with suppress(OSError):
-                guest.line.flush()
-            self._lose(guest, "")
+            self._dismiss(guest)
             return
         self._came += 1
         guest.number, guest.facts = self._came, facts
@@ -193,11 +197,21 @@ class Hub(Link):
         met = {"address": guest.line.peer, "leader_address": guest.line.own_address}
         self.tell({"op": "joined", "node": guest.number, "facts": {**facts, **met}})
 
+    def _dismiss(self, guest: Peer) -> None:
+        with suppress(OSError):
+            guest.line.flush()
+        self._lose(guest, "")
+
+    def _full(self) -> str:
+        there = [self._facts, *(node.facts for node in self._nodes.values())]
+        names = ", ".join(str(each["host"]) for each in there)
+        return f"nnodes={self._facts['nodes']}, and all of them are there: {names}"
+
     def objection(self, facts: dict[str, Any]) -> str:
         """Say why a node cannot be one of this run; nothing if it can."""
         own, host, rank = self._facts, facts["host"], facts["node_rank"]
         is_name = isinstance(host, str) and host == one_line(host)[:_LONGEST_NAME]
-        is_rank = rank is None or (type(rank) is int and 0 <= rank < own["nodes"])
+        is_rank = rank is None or (type(rank) is int and 0 <= rank < own["most"])
         if not is_name or not is_rank:
             return f"host={host!r}, node_rank={rank!r}: that is no node"
         differences = [
@@ -208,8 +222,9 @@ class Hub(Link):
         if differences:
             return "all nodes need the same: " + "; ".join(differences)
         there = [own, *(node.facts for node in self._nodes.values())]
-        if len(there) == own["nodes"]:
-            names = ", ".join(str(each["host"]) for each in there)
-            return f"nnodes={own['nodes']}, and all of them are there: {names}"
+        if own["is_elastic"]:  # who is one too many waits; ranks are given by the leader
+            return ""
+        if len(there) == own["most"]:
+            return self._full()
         rivals = [str(each["host"]) for each in there if each["node_rank"] == rank is not None]
         return f"node_rank={rank} is {rivals[0]}'s" if rivals else ""

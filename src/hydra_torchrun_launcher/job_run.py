@@ -112,6 +112,7 @@ class JobRun:
         self.restarts: list[str] = []
         """What failed in attempts that were followed by another."""
         self._failures: list[Failure] = []
+        self._regrouping = ""
         self._attempt = 0
         self._done: dict[str, Any] | None = None
         self._value: Fd | None = None
@@ -251,7 +252,7 @@ class JobRun:
 
     @property
     def _is_failing(self) -> bool:
-        return bool(self._failures) and self._attempt >= self._max_restarts
+        return bool(self._failures) and self._attempt >= self._team.last_attempt
 
     def _give_server_up(self, signum: int) -> None:
         """End a server that imports still: there may be nobody to hear an order."""
@@ -324,9 +325,15 @@ class JobRun:
         self._has_completed = True
         self._time.clear()
 
+    def note_regrouping(self, why: str) -> None:
+        """Note that its ranks start again as nodes come or go."""
+        self._regrouping = why
+        self.restarts.append(why)
+        log.warning("%s: %s", self._name, why)
+
     def note_start(self, message: dict[str, Any]) -> None:
         """Note that the ranks of an attempt are there."""
-        attempt, names = message["attempt"], ("pids", "folders", "hosts")
+        attempt, names = message["attempt"], ("pids", "folders", "hosts", "nodes")
         processes: dict[str, Any] = {
             **{name: message[name] for name in names if name in message},
             "keeper": self._keeper_pid,
@@ -336,7 +343,10 @@ class JobRun:
             self._note("started", attempt=0, **processes)
         else:
             cause = self._failures[0].facts() if self._failures else None
-            self._note("restarted", attempt=attempt, cause=cause, **processes)
+            why, self._regrouping = self._regrouping, ""
+            self._note("restarted", attempt=attempt, cause=cause, why=why, **processes)
+        if self._attempt < attempt:
+            self._attempt, self._failures = attempt, []
 
     @property
     def place(self) -> dict[str, Any]:
@@ -352,15 +362,17 @@ class JobRun:
         """Note that a rank has failed, here or on another node, and say so."""
         if self._signals_sent or self._ended_for is not None:
             return  # how ranks answer a signal is no failure: the job was stopped
+        if self._team.expects_failures:
+            return  # nor is how they bear that others leave
         if failure.attempt != self._attempt:
             self._attempt, self._failures = failure.attempt, []
         self._failures.append(failure)
         if len(self._failures) == 1:
-            last = self._max_restarts
-            if failure.attempt < last:
+            left, most = self._team.last_attempt - failure.attempt, self._max_restarts
+            if left > 0:
                 self.restarts.append(
                     f"attempt {failure.attempt} failed, its ranks start again (restart "
-                    f"{failure.attempt + 1} of {last}): {_shown(failure.report())}"
+                    f"{most - left + 1} of {most}): {_shown(failure.report())}"
                 )
                 log.warning("%s: %s", self._name, self.restarts[-1])
             else:

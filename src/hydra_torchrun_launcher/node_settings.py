@@ -5,7 +5,7 @@ process).
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ _PORT = 29_400
 """torchrun's, for c10d."""
 _JOIN_S = 600
 """torch's, for c10d."""
+_LAST_CALL_S = 30
+"""torch's, for c10d."""
+_ONE = (1, 1)
 _SLURM_PORTS = range(20_000, 30_000)
 _TRUE = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _LOOPBACK = ("localhost", "ip6-localhost")
@@ -27,26 +30,40 @@ class Nodes:
     """The nodes of a sweep.
 
     Attributes:
-        count: how many there are, two or more.
+        least: how many there have to be.
+        most: how many there may be, two or more; above `least`, nodes join and leave meanwhile.
         rank: this node's rank among them, or None where it is still to be given.
         leads: whether this node leads; None: if the endpoint is an address of this machine.
         host: the leader's name or address.
         port: where it listens.
         join_timeout_s: seconds that nodes wait for each other.
+        last_call_s: seconds that those wait for more who are enough already.
         lost_after_s: seconds without a word from a node after which it is lost.
         run_id: what only the nodes of this run have, or nothing.
         local_addr: this node's name or address for the others, or None.
     """
 
-    count: int
+    least: int
+    most: int
     rank: int | None
     leads: bool | None
     host: str
     port: int
     join_timeout_s: float
+    last_call_s: float
     lost_after_s: float
     run_id: str
     local_addr: str | None
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether nodes join and leave meanwhile."""
+        return self.least < self.most
+
+    @property
+    def count(self) -> str:
+        """How many there are, as the setting `nnodes` says it."""
+        return _spelled((self.least, self.most))
 
     @property
     def endpoint(self) -> str:
@@ -58,37 +75,41 @@ def nodes_of(
     parsed: Mapping[str, Any], environ: Mapping[str, str]
 ) -> tuple[Nodes | None, list[str]]:
     """Return the nodes that settings ask for, None for one node, and what cannot work."""
-    count, problems = _count(parsed, environ)
+    (least, most), problems = _count(parsed, environ)
     names = ("rdzv_conf", "node_rank", "rdzv_endpoint", "master_addr", "node_timeout_s")
-    if problems or count == 1 or not set(names) <= set(parsed):
+    if problems or most == 1 or not set(names) <= set(parsed):
         return None, problems
-    slurm = _Slurm.of_step(environ, count)
+    slurm = _Slurm.of_step(environ, most)
     rank = slurm.rank if parsed["node_rank"] is None else parsed["node_rank"]
-    if rank is not None and rank >= count:
-        allowed = f"expected a number below the number of nodes, {count}"
+    if rank is not None and rank >= most:
+        allowed = f"expected a number below the number of nodes, {most}"
         problems.append(f"hydra.launcher.node_rank={rank}: {allowed}")
     conf = dict(parsed["rdzv_conf"])
     leads, problem = _is_host(conf.pop("is_host", None))
     problems += problem
     wait, problem = _join_timeout(parsed, conf)
     problems += problem
+    last_call, problem = _last_call(conf)
+    problems += problem
     problems += slurm.problems
     host, port = _endpoint(parsed, slurm)
     if not host:
         problems.append(
-            f"hydra.launcher.rdzv_endpoint=null: {count} nodes need it, as in node0:29400: name "
+            f"hydra.launcher.rdzv_endpoint=null: {most} nodes need it, as in node0:29400: name "
             "and port of the node that leads, the same on all (Slurm's first host where Slurm has "
             "started the app on every node by srun)"
         )
     if problems:
         return None, problems
     nodes = Nodes(
-        count=count,
+        least=least,
+        most=most,
         rank=rank,
         leads=(None if rank is None else rank == 0) if leads is None else leads,
         host=host,
         port=port,
         join_timeout_s=wait,
+        last_call_s=last_call,
         lost_after_s=parsed["node_timeout_s"],
         run_id=parsed["rdzv_id"] or "",
         local_addr=parsed["local_addr"],
@@ -96,10 +117,12 @@ def nodes_of(
     return nodes, []
 
 
-def _count(parsed: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[int, list[str]]:
-    """Compare the two spellings of the number of nodes."""
+def _count(
+    parsed: Mapping[str, Any], environ: Mapping[str, str]
+) -> tuple[tuple[int, int], list[str]]:
+    """Compare the two spellings of the number of nodes; return the least and the most."""
     if not {"nnodes", "min_nodes", "max_nodes"} <= set(parsed):
-        return 1, []
+        return _ONE, []
     nodes = parsed["nnodes"]
     if nodes == "auto":
         given = environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_JOB_NUM_NODES", "1"))
@@ -108,18 +131,12 @@ def _count(parsed: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[int, 
     most = parsed["max_nodes"] or (nodes[1] if nodes else max(1, least))
     said = f"nnodes={_spelled(nodes)}, min_nodes={least}, max_nodes={most}"
     if (nodes and nodes != (least, most)) or least > most:
-        return 1, [f"hydra.launcher.{said}: they contradict each other; set nnodes alone"]
-    if least != most:
-        problem = (
-            f"hydra.launcher.nnodes={least}:{most} (or min_nodes, max_nodes): expected one number; "
-            "in this version nodes neither join nor leave"
-        )
-        return 1, [problem]
+        return _ONE, [f"hydra.launcher.{said}: they contradict each other; set nnodes alone"]
     rank = parsed.get("node_rank") or 0
     if most == 1 and rank >= 1:
         problem = f"hydra.launcher.node_rank={rank}: expected a number below the number of nodes, 1"
-        return 1, [problem]
-    return most, []
+        return _ONE, [problem]
+    return (least, most), []
 
 
 def _spelled(nodes: tuple[int, int] | None) -> str:
@@ -147,6 +164,17 @@ def _join_timeout(parsed: Mapping[str, Any], conf: dict[str, Any]) -> tuple[floa
         seconds = 0
     if not seconds > 0:
         return 0, [f"hydra.launcher.rdzv_conf.join_timeout={asked!r}: expected seconds above 0"]
+    return seconds, []
+
+
+def _last_call(conf: dict[str, Any]) -> tuple[float, list[str]]:
+    asked = conf.pop("last_call_timeout", _LAST_CALL_S)
+    try:
+        seconds = float(asked)
+    except (TypeError, ValueError):
+        seconds = -1
+    if not seconds >= 0:
+        return 0, [f"hydra.launcher.rdzv_conf.last_call_timeout={asked!r}: expected seconds from 0"]
     return seconds, []
 
 
@@ -196,12 +224,24 @@ def is_own_address(host: str) -> bool:
     """Tell whether a name or address is of this machine."""
     if host.lower() in _LOOPBACK or host.lower() == socket.gethostname().lower():
         return True
+    return any(True for _ in _own_addresses(host))
+
+
+def own_address(host: str) -> str:
+    """Return by which of its addresses others reach this machine under a name; empty if unknown."""
+    found = (each for each in _own_addresses(host) if not each.startswith("127.") and each != "::1")
+    return next(found, "")
+
+
+def _own_addresses(host: str) -> Iterator[str]:
     try:
         found = {str(each[4][0]) for each in socket.getaddrinfo(host, None)}
     except (OSError, UnicodeError):
-        return False
+        return
     own = {_bare(each.address) for all_ in psutil.net_if_addrs().values() for each in all_}
-    return any(_bare(each) in own or _bare(each).startswith("127.") for each in found)
+    yield from (
+        each for each in sorted(found) if _bare(each) in own or _bare(each).startswith("127.")
+    )
 
 
 def _bare(address: str) -> str:

@@ -16,13 +16,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from hydra_torchrun_launcher import processes
 from hydra_torchrun_launcher.errors import JobStoppedError, NodeLostError, StartError
 from hydra_torchrun_launcher.lines import line_pair
-from hydra_torchrun_launcher.node_settings import Nodes, is_own_address
+from hydra_torchrun_launcher.node_settings import Nodes, is_own_address, own_address
 from hydra_torchrun_launcher.processes import Deadline
 from hydra_torchrun_launcher.signals import SignalWatch
 from hydra_torchrun_launcher.wire import Closed, Readable, wait_readable
@@ -50,6 +50,8 @@ def facts_of(nodes: Nodes, app: str, kind: str) -> dict[str, Any]:
         "python": "{}.{}".format(*sys.version_info),
         "hydra": importlib.metadata.version("hydra-core"),
         "nodes": nodes.count,
+        "most": nodes.most,
+        "is_elastic": nodes.is_elastic,
         "run": nodes.run_id,
         "app": app,
         "kind": kind,
@@ -167,8 +169,21 @@ def _await(link: _Link, watch: SignalWatch, limit: Deadline) -> dict[str, Any]:
     raise StartError(problem)
 
 
+class Listener(Protocol):
+    """What a job makes of what happens to nodes."""
+
+    def heard(self, node: int, says: dict[str, Any]) -> None:
+        """Take in what a node says of the job."""
+
+    def has_come(self, node: int) -> None:
+        """Take in that a node has joined."""
+
+    def has_gone(self, node: int, why: str) -> None:
+        """Take in that a node is lost."""
+
+
 class Leader:
-    """The others, where this node leads."""
+    """The others, where this node leads. Nodes have numbers in the order of coming; 0 leads."""
 
     def __init__(self, nodes: Nodes, facts: dict[str, Any], link: _Link) -> None:
         """Wait for nobody yet.
@@ -178,24 +193,22 @@ class Leader:
             facts: what the others know of this node.
             link: listens already.
         """
-        self._nodes = nodes
+        self.settings = nodes
         self._facts = facts
         self._link = link
         self._limit = Deadline(nodes.join_timeout_s)
-        self._here: dict[int, dict[str, Any]] = {}
+        self._last_call = Deadline()
+        self._here: dict[int, dict[str, Any]] = {0: facts}
         self._turned_away: dict[str, str] = {}
-        self._ranks: dict[int, int] = {}
+        self._labels: dict[int, int] = {}
+        self._names: dict[int, str] = {}
+        self._hosts: dict[int, str] = {}
+        self._has_begun = False
         self._is_closed = False
-        self.rank = 0
-        """This node's rank, once all are there."""
-        self.hosts: list[str] = []
-        """The nodes' host names by rank, once all are there."""
-        self.addresses: list[str] = []
-        """Their addresses for each other."""
-        self.listeners: dict[int, Callable[[int, dict[str, Any]], None]] = {}
-        """Who takes in what a node says of a job, by the job's key."""
-        self.gone: set[int] = set()
-        """The nodes that are lost, by their ranks."""
+        self.addresses: dict[int, str] = {}
+        """The nodes' addresses for each other; empty where the own one is not known yet."""
+        self.listeners: dict[int, Listener] = {}
+        """What jobs make of what happens, by their keys."""
         self.lost: NodeLostError | None = None
         """Why the sweep cannot go on."""
 
@@ -203,86 +216,132 @@ class Leader:
         """Return the descriptor that becomes readable when there is something to `hear`."""
         return self._link.fileno()
 
-    def name(self, rank: int) -> str:
+    def name(self, node: int) -> str:
         """Return what messages call a node."""
-        return f"node {rank} ({self.hosts[rank]})"
+        return self._names[node]
+
+    def host(self, node: int) -> str:
+        """Return a node's host name."""
+        return self._hosts[node]
+
+    @property
+    def here(self) -> list[int]:
+        """The nodes that are here, in the order of their ranks."""
+        if self.settings.is_elastic:
+            return sorted(self._here, key=lambda node: (node > 0, *_order(self._here[node]), node))
+        return sorted(self._here, key=lambda node: self._labels[node])
 
     def node(self) -> dict[str, Any]:
         """Return what this node's agents have to know of it."""
-        address = self.addresses[self.rank]
-        return {"rank": self.rank, "address": address, "count": len(self.hosts)}
+        return self._node(0)
+
+    def _node(self, node: int) -> dict[str, Any]:
+        return {
+            "label": self._labels[node],
+            "address": self.addresses[node],
+            "has_store": node == 0 if self.settings.is_elastic else self._labels[node] == 0,
+        }
 
     def gather(self, watch: SignalWatch) -> None:
-        """Wait until all nodes are there.
+        """Wait until there are enough nodes.
 
         Raises:
-            StartError: they are not within the time.
+            StartError: there are not within the time.
             JobStoppedError: a signal came.
         """
         say = Deadline(0)
-        while len(self._here) < self._nodes.count - 1:
+        while not self._are_enough():
             if self._limit.passed:
                 raise StartError(self._missing())
             if say.passed:
-                names = ", ".join([self._facts["host"], *(f["host"] for f in self._here.values())])
                 log.info(
-                    "Waiting at %s for the other nodes: %d of %d are here (%s); %s",
-                    self._nodes.endpoint, len(self._here) + 1, self._nodes.count, names,
-                    _START_THEM,
+                    "Waiting at %s for the other nodes: %d of %s are here (%s); %s",
+                    self.settings.endpoint, len(self._here), self.settings.count,
+                    self._names_here(), _START_THEM,
                 )  # fmt: skip
                 say = Deadline(_SAY_EVERY_S)
-            waits = [
-                each for each in (self._limit.remaining_s, say.remaining_s) if each is not None
-            ]
+            limits = (self._limit, say, self._last_call)
+            waits = [each.remaining_s for each in limits if each.remaining_s is not None]
             for message in self._link.hear(watch, min(waits)):
                 self._take_in(message)
             if watch.received is not None:
                 raise JobStoppedError(watch.received)
-        if not self.hosts:
+        if not self._has_begun:
             self._begin()
 
+    def _are_enough(self) -> bool:
+        """Tell whether there are as many as there may be, or enough and no more come for now."""
+        count, nodes = len(self._here), self.settings
+        if count < nodes.least:
+            self._last_call.clear()
+            if self._has_begun and self._limit.remaining_s is None:
+                self._limit.within(nodes.join_timeout_s)
+            return False
+        if count < nodes.most and not self._has_begun:
+            if self._last_call.remaining_s is None:
+                self._last_call.within(nodes.last_call_s)
+            return self._last_call.passed
+        self._limit.clear()
+        return True
+
+    def _names_here(self) -> str:
+        return ", ".join(str(each["host"]) for each in self._here.values())
+
     def _missing(self) -> str:
-        names = ", ".join([self._facts["host"], *(each["host"] for each in self._here.values())])
         away = "".join(
             f"; {host} was turned away: {why}" for host, why in self._turned_away.items()
         )
+        nodes = self.settings
         return (
-            f"{self._nodes.count - 1 - len(self._here)} of {self._nodes.count} nodes did not come "
-            f"to {self._nodes.endpoint} within {self._nodes.join_timeout_s:g} s "
-            f"(hydra.launcher.rdzv_timeout); here: {names}{away}; {_START_THEM}"
+            f"{nodes.least - len(self._here)} of {nodes.least} nodes did not come to "
+            f"{nodes.endpoint} within {nodes.join_timeout_s:g} s (hydra.launcher.rdzv_timeout); "
+            f"here: {self._names_here()}{away}; {_START_THEM}"
         )
 
     def _begin(self) -> None:
         """Give every node its rank, and tell it."""
-        everybody = {0: self._facts, **self._here}
-        free = sorted(
-            set(range(self._nodes.count)) - {each["node_rank"] for each in everybody.values()}
-        )
-        for number, facts in sorted(
-            everybody.items(), key=lambda each: (each[0] > 0, *_order(each[1]))
+        self._has_begun = True
+        taken = {each["node_rank"] for each in self._here.values()}
+        free = [rank for rank in range(self.settings.most) if rank not in taken]
+        for node, facts in sorted(
+            self._here.items(), key=lambda each: (each[0] > 0, *_order(each[1]))
         ):
-            self._ranks[number] = free.pop(0) if facts["node_rank"] is None else facts["node_rank"]
-        by_rank = sorted((rank, everybody[number]) for number, rank in self._ranks.items())
-        self.rank = self._ranks[0]
-        self.hosts = [str(facts["host"]) for _, facts in by_rank]
-        met = [facts["leader_address"] for facts in self._here.values()]
-        own = next((each for each in met if not each.startswith("127.") and each != "::1"), met[0])
-        self.addresses = [
-            str(facts["local_addr"] or facts.get("address", own)) for _, facts in by_rank
-        ]
-        log.info("All %d nodes are here: %s", self._nodes.count, ", ".join(self.hosts))
-        for number, rank in self._ranks.items():
-            if number:
-                begin = {"rank": rank, "hosts": self.hosts, "address": self.addresses[rank]}
-                self._link.tell({"to": [number], "word": {"begin": begin}})
+            given = node if self.settings.is_elastic else facts["node_rank"]
+            self._labels[node] = free.pop(0) if given is None else given
+        for node in self._here:
+            self._know(node)
+        log.info(
+            "All %s nodes are here: %s" if not self.settings.is_elastic else "Nodes: %s: %s",
+            self.settings.count, ", ".join(map(self.host, self.here)),
+        )  # fmt: skip
+        for node in self._here:
+            self._welcome(node)
 
-    def tell(self, rank: int, word: dict[str, Any]) -> None:
+    def _know(self, node: int) -> None:
+        """Name a node, and note its address, and what it knows of the leader's."""
+        facts = self._here[node]
+        self._hosts[node] = str(facts["host"])
+        self._names[node] = f"node {self._labels[node]} ({facts['host']})"
+        self.addresses[node] = str(facts["local_addr"] or facts.get("address", ""))
+        if not self.addresses[0]:
+            met = [each["leader_address"] for each in self._here.values() if "address" in each]
+            real = [each for each in met if not each.startswith("127.") and each != "::1"]
+            self.addresses[0] = next(iter([*real, *met]), own_address(self.settings.host))
+
+    def _welcome(self, node: int) -> None:
+        if node:
+            hosts = [self.host(each) for each in self.here]
+            self.tell(node, {"begin": {"node": self._node(node), "hosts": hosts}})
+
+    def tell(self, node: int, word: dict[str, Any]) -> None:
         """Tell a node something."""
-        numbers = [number for number, its in self._ranks.items() if its == rank]
+        self._tell_link({"to": [node], "word": word})
+
+    def _tell_link(self, order: dict[str, Any]) -> None:
         try:
-            self._link.tell({"to": numbers, "word": word})
+            self._link.tell(order)
         except NodeLostError as error:
-            self._lose_all(error)
+            self.give_all_up(error)
 
     def hear(self) -> None:
         """Take in what the others say; it is there to be read."""
@@ -290,35 +349,52 @@ class Leader:
             for message in self._link.receive():
                 self._take_in(message)
         except NodeLostError as error:
-            self._lose_all(error)
+            self.give_all_up(error)
 
     def _take_in(self, message: dict[str, Any]) -> None:
-        operation, number = message["op"], message.get("node", 0)
+        operation, node = message["op"], message.get("node", 0)
         if operation == "joined":
-            self._here[number] = message["facts"]
-            log.info("%s has joined (%s)", message["facts"]["host"], message["facts"]["address"])
+            self._admit(node, message["facts"])
         elif operation == "turned away":
             self._turned_away[message["host"]] = message["why"]
             log.warning("%s was turned away: %s", message["host"], message["why"])
-        elif operation == "left" and not self.hosts:
-            host = self._here.pop(number)["host"]
+        elif operation == "left" and not self._has_begun:
+            host = self._here.pop(node)["host"]
             log.warning("%s has left before the first job: %s", host, message["why"])
         elif operation == "left":
-            self.give_up(self._ranks[number], message["why"])
+            self.give_up(node, message["why"])
         elif operation == "word" and "leaving" in message["word"]:
-            if self.hosts:
-                self.give_up(self._ranks[number], message["word"]["leaving"])
-        elif operation == "word":
+            if self._has_begun:
+                self.give_up(node, message["word"]["leaving"])
+        elif operation == "word" and node in self._here:
             listener = self.listeners.get(message["word"]["key"])
             if listener is not None:
-                listener(self._ranks[number], message["word"]["says"])
+                listener.heard(node, message["word"]["says"])
 
-    def give_up(self, rank: int, why: str) -> None:
+    def _admit(self, node: int, facts: dict[str, Any]) -> None:
+        self._here[node] = facts
+        log.info("%s has joined (%s)", facts["host"], facts["address"])
+        if self._has_begun and self.settings.is_elastic:
+            self._labels[node] = node
+            self._know(node)
+            self._welcome(node)
+            for listener in [*self.listeners.values()]:
+                listener.has_come(node)
+
+    def give_up(self, node: int, why: str) -> None:
         """Count a node as lost."""
-        self.gone.add(rank)
-        self._lose(NodeLostError(f"{self.name(rank)} is lost: {why}"))
+        if self._here.pop(node, None) is None or self._is_closed:
+            return
+        if not self.settings.is_elastic:
+            self.end_for(NodeLostError(f"{self.name(node)} is lost: {why}"))
+        else:
+            log.warning("%s is lost: %s", self.name(node), why)
+            self._tell_link({"to": [], "word": None, "drop": node})
+        for listener in [*self.listeners.values()]:
+            listener.has_gone(node, why)
 
-    def _lose(self, error: NodeLostError) -> None:
+    def end_for(self, error: NodeLostError) -> None:
+        """Let no more jobs run."""
         if self.lost is None and not self._is_closed:
             self.lost = error
             log.error("%s", error)
@@ -333,13 +409,18 @@ class Leader:
             for message in self._link.hear(None, 0):
                 self._take_in(message)
         except NodeLostError as error:
-            self._lose_all(error)
+            self.give_all_up(error)
         if self.lost is not None:
             raise self.lost
 
-    def _lose_all(self, error: NodeLostError) -> None:
-        self.gone.update(range(self._nodes.count))
-        self._lose(error)
+    def give_all_up(self, error: NodeLostError) -> None:
+        """Count all other nodes as lost, as nothing can be heard of them."""
+        self.end_for(error)
+        for node in [*self._here]:
+            if node:
+                self._here.pop(node)
+                for listener in [*self.listeners.values()]:
+                    listener.has_gone(node, str(error))
 
     def close(self, status: int, why: str) -> bool:
         """Tell the others that all is over, and with which status; say whether all have heard it.
@@ -351,27 +432,27 @@ class Leader:
         if self._is_closed:
             return True
         self._is_closed = True
+        hosts = {node: str(facts["host"]) for node, facts in self._here.items()}
         unconfirmed: list[int] = []
         try:
             self._link.tell({"to": [], "over": {"status": status, "why": why}})
-            limit = Deadline(self._nodes.lost_after_s + _LINK_ANSWERS_S)
+            limit = Deadline(self.settings.lost_after_s + _LINK_ANSWERS_S)
             is_over = False
             while not is_over and not limit.passed:
                 for message in self._link.hear(None, limit.remaining_s):
                     if message["op"] == "joined":  # and not heard until now
-                        self._here[message["node"]] = message["facts"]
+                        hosts[message["node"]] = message["facts"]["host"]
                     if message["op"] == "left":  # lost at the last moment
                         unconfirmed.append(message["node"])
                     if message["op"] == "over":
                         is_over, unconfirmed = True, unconfirmed + message["unconfirmed"]
         except NodeLostError:
-            unconfirmed = list(self._here)
+            unconfirmed = [node for node in hosts if node]
         self._link.close()
-        for number in unconfirmed:
-            rank = self._ranks.get(number)
-            name = self._here[number]["host"] if rank is None else self.name(rank)
+        for node in unconfirmed:
+            name = self._names.get(node, hosts.get(node, ""))
             log.error("%s was not heard to take the end of the sweep", name)
-        return not unconfirmed
+        return not unconfirmed or self.settings.is_elastic
 
 
 def _order(facts: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -393,19 +474,16 @@ class Follower:
             facts: what the leader is to know of this node.
             is_on_leaders_machine: whether something listens there already.
         """
-        self._nodes = nodes
+        self.settings = nodes
+        self._facts = facts
         self._link = _Link("spoke", nodes, facts)
         self._limit = Deadline(nodes.join_timeout_s)
         self._why = "nothing answered"
         self._is_near = is_on_leaders_machine
+        self._lost: NodeLostError | None = None
+        self._node: dict[str, Any] = {}
         self.leader = ""
         """The leader's host name."""
-        self.rank = 0
-        """This node's rank, once all are there."""
-        self.hosts: list[str] = []
-        """The nodes' host names by rank, once all are there."""
-        self.address = ""
-        """This node's address for the others."""
         self.over: dict[str, Any] | None = None
         """With which status the sweep is over, and why."""
 
@@ -415,7 +493,23 @@ class Follower:
 
     def node(self) -> dict[str, Any]:
         """Return what this node's agents have to know of it."""
-        return {"rank": self.rank, "address": self.address, "count": len(self.hosts)}
+        return self._node
+
+    @property
+    def has_rank_0(self) -> bool:
+        """Whether rank 0 of jobs runs here."""
+        return bool(self._node["has_store"])
+
+    def again(self, lost: NodeLostError) -> Follower:
+        """Return one that looks for the leader again, which may have been out of reach only.
+
+        Args:
+            lost: why it is to be looked for.
+        """
+        self.close()
+        found = Follower(self.settings, self._facts)
+        found._lost = lost
+        return found
 
     def find(self, watch: SignalWatch) -> None:
         """Wait until the leader has all nodes, or has ended.
@@ -425,12 +519,12 @@ class Follower:
             JobStoppedError: a signal came.
         """
         say = Deadline(0)
-        while not self.hosts and self.over is None:
+        while not self._node and self.over is None:
             if self._limit.passed:
                 problem = (
-                    f"no leader was found at {self._nodes.endpoint} within "
-                    f"{self._nodes.join_timeout_s:g} s (hydra.launcher.rdzv_timeout): {self._why}; "
-                    f"{_START_THEM}"
+                    f"no leader was found at {self.settings.endpoint} within "
+                    f"{self.settings.join_timeout_s:g} s (hydra.launcher.rdzv_timeout): "
+                    f"{self._why}; {_START_THEM}"
                 )
                 raise StartError(problem)
             waits = [
@@ -440,7 +534,7 @@ class Follower:
                 self._take_in_early(message)
             if say.passed:
                 what = f"for the others; {self.leader} leads" if self.leader else f"({self._why})"
-                log.info("Waiting at %s %s", self._nodes.endpoint, what)
+                log.info("Waiting at %s %s", self.settings.endpoint, what)
                 say = Deadline(_SAY_EVERY_S)
             if watch.received is not None:
                 self.leave(f"it was stopped by {signal.Signals(watch.received).name}")
@@ -450,29 +544,29 @@ class Follower:
         operation = message["op"]
         if operation == "trying":
             self._why, self.leader = str(message["why"]), ""
+            if self._lost is not None and message.get("is_refused"):
+                raise self._lost  # its machine is there, and it is not
             if self._is_near and "not this run's leader" in self._why:
                 problem = (
-                    f"something else listens at {self._nodes.endpoint}: choose another port in "
+                    f"something else listens at {self.settings.endpoint}: choose another port in "
                     "hydra.launcher.rdzv_endpoint, the same on all nodes"
                 )
                 raise StartError(problem)
             if not self._limit.remaining_s:
-                self._limit = Deadline(self._nodes.join_timeout_s)
+                self._limit = Deadline(self.settings.join_timeout_s)
         elif operation == "joined":
             self.leader = str(message["facts"]["host"])
             self._limit.clear()  # it knows how long to wait for the others
         elif operation == "refused":
-            problem = (
-                f"the leader at {self._nodes.endpoint} has turned this node away: {message['why']}"
-            )
+            away = f"the leader at {self.settings.endpoint} has turned this node away"
+            problem = f"{away}: {message['why']}"
             raise StartError(problem)
         elif operation == "word":
             begin = message["word"]["begin"]
-            self.rank, self.hosts = begin["rank"], begin["hosts"]
-            self.address = begin["address"]
+            self._node = begin["node"]
             log.info(
-                "This is node %d of %d (%s); %s leads",
-                self.rank, len(self.hosts), ", ".join(self.hosts), self.leader,
+                "This is node %d of %s (%s); %s leads",
+                self._node["label"], self.settings.count, ", ".join(begin["hosts"]), self.leader,
             )  # fmt: skip
         else:
             self._end(message)

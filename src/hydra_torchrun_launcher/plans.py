@@ -60,7 +60,7 @@ class Surroundings:
         share: their part of the machine.
         job_label: what lines on the console begin with where jobs run at once; else empty.
         run_id: the job's id for torch elastic, or None for a new one.
-        node: this node's `rank` and `address` and the `count` of nodes; None for one node.
+        node: as in `Role`.
     """
 
     environ: Mapping[str, str]

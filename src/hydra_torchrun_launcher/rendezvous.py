@@ -114,7 +114,7 @@ class NoMoreRoundsError(Exception):
 class SeveralNodes(RendezvousHandler):
     """Rendezvous of several nodes: the leader forms a round once every agent is ready for it.
 
-    Each round has a store of its own, on node 0.
+    Each round has a store of its own, on the node of rank 0.
     """
 
     def __init__(
@@ -124,9 +124,9 @@ class SeveralNodes(RendezvousHandler):
 
         Args:
             run_id: the job's id for torch elastic.
-            node: this node's `rank` and `address`, and the `count` of nodes.
-            ask: tells the leader that this agent is ready, and where node 0's store listens;
-                returns the round.
+            node: this node's `address`, and whether it `has_store`.
+            ask: tells the leader that this agent is ready, and where its store listens; returns
+                the round.
         """
         self._run_id = run_id
         self._node = node
@@ -151,7 +151,7 @@ class SeveralNodes(RendezvousHandler):
             NoMoreRoundsError: there is none.
         """
         self._store, port = None, None
-        if self._node["rank"] == 0:
+        if self._node["has_store"]:
             self._store, port = _open_store(self._node["address"])
         found = self._ask(port)
         self.others_wait = False
@@ -166,7 +166,7 @@ class SeveralNodes(RendezvousHandler):
                 timeout=_STORE_TIMEOUT,
             )
         where = RendezvousStoreInfo(found["host"], found["port"])
-        return RendezvousInfo(self._store, self._node["rank"], self._node["count"], where)
+        return RendezvousInfo(self._store, found["rank"], found["count"], where)
 
     def is_closed(self) -> bool:
         """Never closed: the leader says when there is no more."""

@@ -335,7 +335,7 @@ class JobRunner:
         job.work.label = self._label(job)
         key = next(self._keys)
         role = (
-            Role(Alone(), settings.run_id, None)
+            Role(Alone(settings.max_restarts), settings.run_id, None)
             if self.nodes is None
             else self.nodes.role(job, key, settings, watch)
         )
@@ -456,7 +456,7 @@ class JobRunner:
 
 def _rank_files(job: Begun, settings: Settings, role: Role) -> str | None:
     """Return the folder for a job's ranks' files: a node's own, where nodes may share a disk."""
-    node = () if role.node is None else (f"node_{role.node['rank']}",)
+    node = () if role.node is None else (f"node_{role.node['label']}",)
     if settings.log_dir is not None:
         number = () if job.number is None else (str(job.number),)
         return os.path.abspath(os.path.join(settings.log_dir, *number, *node))

@@ -65,10 +65,10 @@ class Spoke(Link):
                 return
             self._say_trying(why)  # it may be started again, before any job
 
-    def _say_trying(self, why: str) -> None:
+    def _say_trying(self, why: str, *, is_refused: bool = False) -> None:
         if why != self._said:
             self._said = why
-            self.tell({"op": "trying", "why": why})
+            self.tell({"op": "trying", "why": why, "is_refused": is_refused})
 
     def _find(self) -> Peer | None:
         """Return the leader, or None if it does not want this node."""
@@ -77,7 +77,8 @@ class Spoke(Link):
                 leader = self._greet()
             except (OSError, UnicodeError) as error:  # a name may be no name at all
                 leader, why = None, getattr(error, "strerror", None) or str(error)
-                self._say_trying(f"{why}")
+                is_refused = isinstance(error, ConnectionRefusedError)
+                self._say_trying(f"{why}", is_refused=is_refused)
             if leader is not None:
                 return leader if leader.number else None
             ready = self.wait([], [_AGAIN_S])
@@ -113,6 +114,9 @@ class Spoke(Link):
 
     def _is_answer(self, leader: Peer, message: dict[str, Any], nonce: str) -> bool:
         """Take in whether the leader wants this node; return whether it is the leader who says."""
+        if "later" in message:
+            self._say_trying(one_line(str(message["later"]))[:LONGEST_REASON])
+            return False
         if "refused" in message:
             why = one_line(str(message["refused"]))[:LONGEST_REASON]
             self.tell({"op": "refused", "why": why})

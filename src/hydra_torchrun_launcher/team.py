@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from hydra_torchrun_launcher import tagged
 from hydra_torchrun_launcher.errors import (
+    JobStoppedError,
     LauncherError,
     SweepEndedError,
     TransportError,
@@ -31,6 +32,9 @@ class Part(Protocol):
 
     def order(self, order: dict[str, Any]) -> None:
         """Tell its keeper something."""
+
+    def note_regrouping(self, why: str) -> None:
+        """Take in that its ranks start again as nodes come or go."""
 
     def note_start(self, message: dict[str, Any]) -> None:
         """Take in that the ranks of an attempt are there."""
@@ -74,6 +78,14 @@ class Team(Protocol):
         """Whether the others are over."""
 
     @property
+    def last_attempt(self) -> int:
+        """The number of the attempt whose failure is the job's."""
+
+    @property
+    def expects_failures(self) -> bool:
+        """Whether ranks are about to fail only because nodes have come or gone."""
+
+    @property
     def wait_s(self) -> float | None:
         """Seconds until `keep_time` has something to do; None: never."""
 
@@ -95,7 +107,8 @@ class Role:
     Attributes:
         team: the job's other parts.
         run_id: the job's id for torch elastic, or None for a new one.
-        node: this node's `rank` and `address` and the `count` of nodes; None for one node.
+        node: this node's `label` for its files, its `address` for the others, and whether it
+            `has_store`; None for one node.
         begin: has the other parts begin.
     """
 
@@ -110,6 +123,15 @@ class Alone:
 
     is_over = True
     wait_s = None
+    expects_failures = False
+
+    def __init__(self, max_restarts: int) -> None:
+        """Wait for the job's part.
+
+        Args:
+            max_restarts: how often its ranks may start again.
+        """
+        self.last_attempt = max_restarts
 
     def join(self, part: Part) -> None:
         """Know this node's part."""
@@ -153,6 +175,8 @@ class FollowersTeam:
         """
         self._tell = tell
         self._part: Part | None = None
+        self.last_attempt = 0
+        self.expects_failures = False
 
     def join(self, part: Part) -> None:
         """Know this node's part."""
@@ -167,6 +191,10 @@ class FollowersTeam:
             return
         if order["op"] == "finish":
             self._part.note_completion()
+        elif order["op"] == "round":
+            self.last_attempt, self.expects_failures = order["last"], False
+        elif order["op"] == "regroup":
+            self.expects_failures = order["fallout"]
         self._part.order(order)
 
     def hear(self, message: dict[str, Any]) -> None:
@@ -192,7 +220,8 @@ class FollowersTeam:
                 error = problem
         well = error is None
         why = str(error) if isinstance(error, LauncherError) else first_line(error) if error else ""
-        self._tell({"op": "ended", "well": well, "why": why, "value": value})
+        leaves = isinstance(error, JobStoppedError)
+        self._tell({"op": "ended", "well": well, "why": why, "value": value, "leaves": leaves})
 
     def pass_on(self, order: dict[str, Any]) -> None:
         """Do nothing: the leader does."""
