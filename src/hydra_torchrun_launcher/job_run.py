@@ -213,6 +213,7 @@ class JobRun:
             elif self._signals_sent == 1:
                 name = signal_name(watch.received or 0)
                 log.warning("%s: stopping on %s; a second signal kills it", self._name, name)
+                self._team.leaves(f"it was stopped by {name}")
                 self._ask_to_leave(watch.received or 0)
             else:
                 self._limit.within(_KILL_S)

@@ -68,6 +68,7 @@ class LeadersTeam:
         self._waiting: dict[int, dict[str, Any]] = {}
         self._started: dict[int, dict[str, Any]] = {}
         self._finished: set[int] = set()
+        self._leaving: dict[int, str] = {}
         self._ended: dict[int, dict[str, Any]] = {}
         self._limit = Deadline()
         self._is_ending = False
@@ -107,6 +108,7 @@ class LeadersTeam:
             "finished": self._finish,
             "failed": lambda _, said: self._part.note_failure(Failure.from_data(said["failure"])),
             "stands": lambda _, said: self._part.note_stand(said["rank"], said["stood"]),
+            "leaves": self._note_leaving,
             "ended": self._end,
             "completed": lambda *_: None,  # on one node; `finished` says that its ranks are gone
         }
@@ -128,7 +130,8 @@ class LeadersTeam:
         if not self._is_elastic or self._is_ending:
             return
         if node in self._members and node not in self._finished:
-            self._end_round(f"{self._leader.name(node)} is lost: {why}", counts=True)
+            lost = f"{self._leader.name(node)} is lost: {why}"
+            self._end_round(self._leaving.get(node, lost), counts=True)
         self._try_round()
 
     @property
@@ -154,7 +157,7 @@ class LeadersTeam:
         is_member = node in self._members
         if not self._is_round_over:
             if is_member:
-                self._end_round("", counts=True)
+                self._end_round(self._why_left(), counts=True)
             elif self._finished:
                 return  # it completes, most likely; if not, the node takes part in the next round
         if is_member and self._restarts > self._max_restarts:
@@ -212,6 +215,7 @@ class LeadersTeam:
         self._waiting.clear()
         self._started.clear()
         self._finished.clear()
+        self._leaving.clear()
         self._is_round_over = self.expects_failures = False
         self._round += 1
         round_ = {"op": "round", "number": self._round - 1, "last": self.last_attempt, **store}
@@ -236,8 +240,13 @@ class LeadersTeam:
         """Decide that the job has completed once it has on all nodes; no restart comes after."""
         if message["attempt"] != self._round - 1 or self._is_ending or self._is_round_over:
             return
+        if node in self._leaving:
+            return  # its ranks have left, which is no end of their work
         self._finished.add(node)
-        if self._finished >= set(self._members):
+        if self._leaving and self._finished | self._leaving.keys() >= set(self._members):
+            # They may all have agreed to leave, with half of the work done.
+            self._end_round(self._why_left(), counts=True)
+        elif self._finished >= set(self._members):
             self._has_finished = True
             self._part.note_completion()
             self._limit.clear()
@@ -246,6 +255,16 @@ class LeadersTeam:
                 is_member = each in self._members
                 late = _stop("the job has completed before this node could take part")
                 self._order(each, {"op": "finish"} if is_member else late)
+
+    def _note_leaving(self, node: int, message: dict[str, Any]) -> None:
+        """Expect that a node's ranks leave, and that others fail for lack of them."""
+        is_at_work = node in self._members and node not in self._finished
+        if self._is_elastic and is_at_work and not self._is_ending and not self._is_round_over:
+            self._leaving[node] = f"{self._leader.name(node)} leaves: {message['why']}"
+            self.expects_failures = True
+
+    def _why_left(self) -> str:
+        return "; ".join(self._leaving.values())
 
     def _end(self, node: int, message: dict[str, Any]) -> None:
         self._ended[node] = message
@@ -270,6 +289,9 @@ class LeadersTeam:
         self._ended[0] = {"well": well, "why": "its part has failed"}
         if not well:
             self.pass_on(_stop(f"the job has failed on {self._leader.name(0)}"))
+
+    def leaves(self, why: str) -> None:
+        """Do nothing: the others are stopped too."""
 
     def pass_on(self, order: dict[str, Any]) -> None:
         """Have the others do what this node's part does."""

@@ -310,10 +310,11 @@ class Leader:
             self._labels[node] = free.pop(0) if given is None else given
         for node in self._here:
             self._know(node)
-        log.info(
-            "All %s nodes are here: %s" if not self.settings.is_elastic else "Nodes: %s: %s",
-            self.settings.count, ", ".join(map(self.host, self.here)),
-        )  # fmt: skip
+        names = ", ".join(map(self.host, self.here))
+        if self.settings.is_elastic:
+            log.info("%d of %s nodes are here: %s", len(self.here), self.settings.count, names)
+        else:
+            log.info("All %s nodes are here: %s", self.settings.count, names)
         for node in self._here:
             self._welcome(node)
 

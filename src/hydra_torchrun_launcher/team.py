@@ -67,6 +67,9 @@ class Team(Protocol):
     def stands(self, rank: int, stood: str) -> None:
         """Take in where a rank of this node stood when the time was up."""
 
+    def leaves(self, why: str) -> None:
+        """Take in that this node's ranks were asked to leave, by a signal to this node."""
+
     def pass_on(self, order: dict[str, Any]) -> None:
         """Have the others do what this node's part does."""
 
@@ -150,6 +153,9 @@ class Alone:
     def stands(self, rank: int, stood: str) -> None:
         """Do nothing: there is nobody to tell."""
 
+    def leaves(self, why: str) -> None:
+        """Do nothing: there is nobody to tell."""
+
     def pass_on(self, order: dict[str, Any]) -> None:
         """Do nothing: there is nobody to tell."""
 
@@ -222,6 +228,10 @@ class FollowersTeam:
         why = str(error) if isinstance(error, LauncherError) else first_line(error) if error else ""
         leaves = isinstance(error, JobStoppedError)
         self._tell({"op": "ended", "well": well, "why": why, "value": value, "leaves": leaves})
+
+    def leaves(self, why: str) -> None:
+        """Tell the leader of it, before its ranks are gone and others fail for lack of them."""
+        self._tell({"op": "leaves", "why": why})
 
     def pass_on(self, order: dict[str, Any]) -> None:
         """Do nothing: the leader does."""
